@@ -1,0 +1,8 @@
+"""What kvspec raises when the person in front of it can do something about it."""
+
+
+class KvspecError(Exception):
+    """One clear sentence about what is wrong, and what to do.
+
+    The command line prints the message, without a traceback, and exits with status 2.
+    """
