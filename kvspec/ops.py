@@ -1,0 +1,180 @@
+"""The vocabulary: every step of a history, as data.
+
+A history is a setup and a list of ops. Ops are frozen, go to JSON and back, and name requests by the name that the
+history gave them; an op on a request that isn't there (any more) does nothing, so any op can be left out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine of a history. Blocks, tokens and requests are counts; ``block_size`` is tokens per block and rank."""
+
+    gpu_blocks: int = 11
+    """Blocks of the GPU pool, the null block included."""
+    cpu_blocks: int = 8
+    """Blocks of the CPU pool, the null block included."""
+    block_size: int = 4
+    step_tokens: int = 16
+    """Token budget of one engine step."""
+    running_max: int = 4
+    """Requests that may run at once."""
+    async_scheduling: bool = False
+    """Two steps in flight, with the batch queue."""
+    runner_v2: bool = True
+    """Which model runner's order of calls."""
+    ranks: int = 1
+    """World size (tensor parallel)."""
+    lazy: bool = False
+    """SimpleCPUOffload: store what is about to be evicted instead of what has been computed."""
+    events: bool = False
+    """KV cache events."""
+    priority: bool = False
+    """Priority scheduling instead of first come, first served."""
+
+
+class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag=str.lower):
+    pass
+
+
+class Add(_Op, frozen=True, tag="add"):
+    """Add a request. Its prompt is ``shared`` tokens of the text ``trunk``, then ``tail`` tokens of the text
+    ``branch``.
+
+    With ``continues`` the prompt begins with everything that the named request has said so far, in place of the trunk.
+    """
+
+    request: str
+    shared: int = 0
+    tail: int = 1
+    max_tokens: int = 1
+    trunk: int = 0
+    branch: int = 0
+    continues: str | None = None
+    salt: int = 0
+    """Cache salt, 0 for none: equal prompts with different salts share nothing."""
+    reads_cache: bool = True
+    """False: prompt log-probabilities are asked for, so no prefix hit may be used."""
+    priority: int = 0
+
+
+class Step(_Op, frozen=True, tag="step"):
+    """Let the engine make ``count`` steps (fewer if it goes idle), the device at the adversary's mercy."""
+
+    count: int = 1
+    seed: int = 0
+    schedule: str | None = None
+    """The adversary's moves, if they are to be repeated instead of drawn from ``seed``."""
+
+
+class Abort(_Op, frozen=True, tag="abort"):
+    """The client goes away: between steps, or (``in_step``) after the next step's forward and before its update."""
+
+    request: str
+    in_step: bool = False
+
+
+class Finish(_Op, frozen=True, tag="finish"):
+    """The next token that the model samples for the request is the stop token."""
+
+    request: str
+
+
+class Reset(_Op, frozen=True, tag="reset"):
+    """``reset_prefix_cache``, between steps."""
+
+    running: bool = False
+    """Preempt what runs, so that the GPU prefix cache can be dropped."""
+    connector: bool = False
+    """Drop the connector's cache too."""
+
+
+class Advance(_Op, frozen=True, tag="advance"):
+    """Time passes on the device and in the ranks, but the engine makes no step."""
+
+    seed: int = 0
+    schedule: str | None = None
+
+
+class Settle(_Op, frozen=True, tag="settle"):
+    """Everything asynchronous completes, then the engine steps until it goes idle (at most ``count`` steps)."""
+
+    count: int = 40
+
+
+Op = Add | Step | Abort | Finish | Reset | Advance | Settle
+
+HISTORY_FORMAT = 1
+
+
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happened to one engine, from its start until it has nothing left to do. Enough to let it happen again."""
+
+    target: str
+    """``vllm-simple@0.33.0``; without a release, the vLLM that was importable."""
+    setup: EngineSetup
+    ops: tuple[Op, ...]
+    adversary: str = "random"
+    """``fair``, ``random``, or ``pct:D`` with D change points."""
+    seed: int = 0
+    """What the adversary keeps for the whole history: the priorities of ``pct``."""
+    format: int = HISTORY_FORMAT
+
+
+def history_to_json(history: History) -> bytes:
+    """Return the history as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n"
+
+
+def history_from_json(data: bytes) -> History:
+    """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format
+        if version != HISTORY_FORMAT:
+            raise ValueError(f"history format {version}; this kvspec reads format {HISTORY_FORMAT}")
+        return msgspec.json.decode(data, type=History)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a history: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    format: int
+
+
+def in_words(op: Op) -> str:
+    """Say an op in plain English, for a person who reads a finding."""
+    match op:
+        case Add():
+            start = f"{_tokens(op.shared)} of text {op.trunk}"
+            if op.continues is not None:
+                start = f"everything {op.continues} said"
+            extras = [
+                f"salt {op.salt}" if op.salt else "",
+                "" if op.reads_cache else "not reading the prefix cache",
+                f"priority {op.priority}" if op.priority else "",
+            ]
+            extra = "".join(f", {text}" for text in extras if text)
+            tail = f" and {op.tail} of its own (branch {op.branch})" if op.tail else ""
+            most = _tokens(op.max_tokens, "output ")
+            return f"add request {op.request}: prompt {start}{tail}, at most {most}{extra}"
+        case Step():
+            return f"{op.count} engine step{'s' if op.count != 1 else ''}"
+        case Abort():
+            return f"abort {op.request} " + (
+                "during the next step, before its update" if op.in_step else "between steps"
+            )
+        case Finish():
+            return f"{op.request} samples the stop token next"
+        case Reset():
+            what = ", ".join(name for name, on in (("running requests", op.running), ("connector", op.connector)) if on)
+            return "reset the prefix cache" + (f" with {what}" if what else "")
+        case Advance():
+            return "time passes on the device"
+        case Settle():
+            return f"everything in flight completes, and the engine steps until it is idle (at most {op.count} steps)"
+
+
+def _tokens(count: int, kind: str = "") -> str:
+    return f"{count} {kind}token{'' if count == 1 else 's'}"
