@@ -1,0 +1,156 @@
+"""What is checked: adapters that turn ops into calls of an implementation and its state into observations.
+
+No expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvspec.device.adversary import Actor, Adversary
+from kvspec.engine.shadow import Batch, ShadowMismatch
+from kvspec.errors import KvspecError
+from kvspec.laws import PoolView
+from kvspec.ops import Add, EngineSetup
+
+
+class Plan(NamedTuple):
+    """What one schedule decided, as its connector sees it."""
+
+    preempted: frozenset[str]
+    new_blocks: Mapping[str, tuple[int, ...]]
+    """Blocks that each scheduled request was given in this schedule."""
+    stores: int
+    """Blocks that the workers are told to store."""
+    loads: int
+    """Blocks that the workers are told to load."""
+    trace: str
+    """Everything above and the connector's metadata, for comparison with a replay."""
+
+
+class CopiedBlock(NamedTuple):
+    """One block copy in one layer, as it executed. Block ids, -1 for an address in no block."""
+
+    rank: int
+    gpu: int
+    cpu: int
+    to_gpu: bool
+
+
+class Probe(Protocol):
+    """What a world wants to hear while the target runs."""
+
+    def looked_up(self, request: str, local_tokens: int, external_tokens: int | None) -> None:
+        """The connector was asked how many tokens it can load behind ``local_tokens``."""
+
+    def allocated(self, request: str, external_tokens: int) -> None:
+        """The connector was told of an allocation; ``external_tokens`` > 0 starts a load."""
+
+    def scheduled(self, plan: Plan) -> None:
+        """A schedule is complete."""
+
+    def loaded(self, rank: int, requests: Iterable[str]) -> None:
+        """A rank reports loads as finished."""
+
+    def copied(self, block: CopiedBlock) -> None:
+        """A block copy has executed."""
+
+    def mismatch(self, mismatch: ShadowMismatch) -> None:
+        """Attention has read wrong bytes."""
+
+
+class ResetAnswer(NamedTuple):
+    """What ``reset_prefix_cache`` answered."""
+
+    done: bool
+    connector_refused: bool
+    refusal: str
+    """The documented exception, if there was one."""
+
+
+class Engine(Protocol):
+    """One engine of a target, with everything that a world does to it and sees of it."""
+
+    actors: list[Actor]
+    polls_when_idle: bool
+    """Whether the engine keeps stepping until its transfers have ended."""
+
+    def set_adversary(self, adversary: Adversary) -> None: ...
+    def add(self, op: Add, prompt: list[int], arrival: int) -> None: ...
+    def said(self, request: str) -> list[int] | None: ...
+    def status(self, request: str) -> str | None: ...
+    def finish_next(self, request: str) -> None: ...
+    def abort(self, request: str, in_step: bool) -> None: ...
+    def reset(self, running: bool, connector: bool) -> ResetAnswer: ...
+    def has_work(self) -> bool: ...
+    def has_requests(self) -> bool: ...
+    def in_flight(self) -> int: ...
+    def step(self) -> bool: ...
+    def last_batch(self) -> Batch | None: ...
+    def device_pending(self) -> bool: ...
+    def transfers_outstanding(self) -> bool: ...
+    def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
+    def pools(self) -> tuple[PoolView, PoolView]: ...
+    def block_refs(self, gpu: int, cpu: int) -> tuple[int, int]: ...
+    def kept(self) -> Mapping[str, int]: ...
+    def cpu_index(self) -> Mapping[bytes, int]: ...
+    def gpu_index(self) -> Mapping[bytes, int]: ...
+    def expected_tags(self, key: bytes) -> np.ndarray | None: ...
+    def cpu_tags(self, rank: int, block: int) -> np.ndarray: ...
+    def gpu_tags(self, rank: int, block: int) -> np.ndarray: ...
+    def describe_tag(self, tag: int, rank: int, layer: int) -> str: ...
+    def describe_key(self, key: bytes) -> str: ...
+    def events(self, tier: str) -> Mapping[bytes, int] | None: ...
+    def state(self) -> str: ...
+    def waiting_requests(self) -> list[str]: ...
+
+
+class Target(Protocol):
+    """Something that can be checked."""
+
+    name: str
+    """What the user typed: ``vllm-simple@0.33.0``."""
+    own_files: tuple[str, ...]
+    """Directories of the implementation; the innermost frame in one of them says where an exception came from."""
+
+    def activated(self) -> AbstractContextManager[Any]:
+        """Put the simulated device in place for the time of the context."""
+
+    def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> Engine:
+        """Start a fresh engine."""
+
+    def default_setup(self) -> EngineSetup:
+        """Return the simplest setup."""
+
+
+TARGETS = {
+    "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
+}
+
+
+def parse_target(name: str) -> tuple[str, str | None]:
+    """Split ``vllm-simple@0.33.0`` into target and release (None: the vLLM that is importable).
+
+    KvspecError: the target isn't known, or the release is empty.
+    """
+    target, at, release = name.partition("@")
+    if target not in TARGETS:
+        known = ", ".join(sorted(TARGETS))
+        raise KvspecError(f"{name!r} is no target; known ones: {known}; add @RELEASE for a published release")
+    if at and not release:
+        raise KvspecError(
+            f"{name!r} has no release after '@'; try {target}@0.33.0, or {target} for the importable vLLM"
+        )
+    return target, release or None
+
+
+def load_target(name: str) -> Target:
+    """Return the target, in a process whose ``sys.path`` has its release first."""
+    parse_target(name)
+    from kvspec.targets.vllm.simple import SimpleOffloadTarget
+
+    return SimpleOffloadTarget(name)

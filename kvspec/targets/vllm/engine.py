@@ -1,0 +1,271 @@
+"""Puts one engine together from the target's own parts: scheduler, step functions, connectors, runners, aggregator.
+
+``EngineCore`` is made without its constructor, which would start a model; the attributes that its step functions
+read are set here. Source: vLLM 0.33.0, v1/engine/core.py (EngineCore.__init__), v1/worker/gpu_worker.py
+(initialize_from_config).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvspec.device.adversary import Actor, Adversary
+from kvspec.device.cuda_names import use
+from kvspec.device.simulated import SimulatedDevice
+from kvspec.engine.executor import Executor
+from kvspec.engine.rank import Rank, Runner, RunnerV1, RunnerV2
+from kvspec.engine.shadow import Batch, RunnerState, ShadowMemory, ShadowMismatch
+from kvspec.engine.text import STOP_TOKEN, Origins, Text
+from kvspec.ops import EngineSetup
+from kvspec.targets.vllm import config
+
+
+class VllmEngine:
+    """One engine of the target: ``core`` is the real ``EngineCore``, everything asynchronous is in ``actors``."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        connector: str,
+        connector_config: dict[str, Any],
+        adversary: Adversary,
+        report: Callable[[ShadowMismatch], None],
+        observe_output: Callable[[int, Any], None],
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.v1.engine.core import EngineCore
+
+        self.setup = setup
+        self.adversary = adversary
+        self.actors: list[Actor] = []
+        self.texts: dict[str, Text] = {}
+        self.origins = Origins()
+        self._hashed: dict[bytes, tuple[str, int]] = {}
+        self._enter_process = _process_enterer()
+        self.vllm_config = config.vllm_config(setup, connector, connector_config)
+        self.kv_cache_config = config.kv_cache_config(setup)
+        self.ranks = [self._make_rank(index, report) for index in range(setup.ranks)]
+        if setup.ranks > 1:
+            self.actors.extend(self.ranks)
+        runner = self._make_runner()
+        self.core: Any = EngineCore.__new__(EngineCore)
+        self.scheduler = self._make_scheduler()
+        self.connector = self.scheduler.connector
+        aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks) if setup.ranks > 1 else None
+        state = RunnerState(setup.block_size, self.texts)
+        self.executor = Executor(self.ranks, runner, state, observe_output, aggregator)
+        self._complete_core()
+
+    def _make_rank(self, index: int, report: Callable[[ShadowMismatch], None]) -> Rank:
+        """Construct the worker-side connector and register the KV cache; the scheduler doesn't exist yet."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        device = SimulatedDevice(index, self.adversary, self.actors)
+        tags, caches = config.kv_cache_memory(self.setup)
+        device.add_device_memory(tags.ctypes.data, tags.nbytes)
+        memory = ShadowMemory(tags, self.setup.block_size, index, self.origins, report)
+        before = use(device)
+        try:
+            connector = KVConnectorFactory.create_connector(
+                self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config
+            )
+            rank = Rank(index, device, memory, connector, caches, self._enter_process)
+            if not self.setup.runner_v2:
+                connector.register_kv_caches(caches)
+        finally:
+            use(before)
+        return rank
+
+    def _make_runner(self) -> Runner:
+        if not self.setup.runner_v2:
+            from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+            return RunnerV1(KVConnectorModelRunnerMixin, self.vllm_config, _output_maker())
+        from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+        takes_output = "scheduler_output" in inspect.signature(ActiveKVConnector.post_forward).parameters  # 0.20
+
+        wrapped: dict[int, Any] = {}
+        for rank in self.ranks:
+            self._enter_process(rank.connector)
+            before = use(rank.device)
+            try:
+                wrapped[rank.index] = ActiveKVConnector(self.vllm_config, rank.kv_caches)
+            finally:
+                use(before)
+        return RunnerV2(wrapped, _output_maker(), takes_output)
+
+    def _make_scheduler(self) -> Any:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        cache = self.vllm_config.cache_config
+        if hasattr(cache, "simple_cpu_offload_num_blocks"):
+            cache.simple_cpu_offload_num_blocks = min(
+                rank.connector.get_aligned_num_cpu_blocks() for rank in self.ranks
+            )
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
+        self.hash_block_size = hash_block_size
+        self.structured_output = StructuredOutputManager(self.vllm_config)
+        scheduler_class = AsyncScheduler if self.setup.async_scheduling else Scheduler
+        return scheduler_class(
+            vllm_config=self.vllm_config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=self.structured_output,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=False,
+        )
+
+    def _complete_core(self) -> None:
+        core = self.core
+        depth = 2 if self.setup.async_scheduling else 1
+        for name, value in {
+            "vllm_config": self.vllm_config,
+            "log_stats": False,
+            "model_executor": self.executor,
+            "scheduler": self.scheduler,
+            "structured_output_manager": self.structured_output,
+            "batch_queue_size": depth,
+            "batch_queue": deque(maxlen=depth) if depth > 1 else None,
+            "aborts_queue": queue.Queue(),
+            "async_scheduling": self.setup.async_scheduling,
+            "use_spec_decode": False,
+            "check_for_draft_tokens": False,
+            "is_pooling_model": False,
+            "is_mm_encoder_only": False,
+            "is_ec_producer": False,
+            "is_ec_consumer": True,
+            "ec_producer": False,
+            "_weight_version": "default",
+            "mm_receiver_cache": None,
+            "_idle_state_callbacks": [],
+        }.items():
+            setattr(core, name, value)
+        core.step_fn = core.step if depth == 1 else core.step_with_batch_queue
+
+    # What a history does ----------------------------------------------------------------------------------------------
+
+    def new_request(self, name: str, prompt: list[int], **fields: Any) -> Any:
+        """Return a ``Request`` of the target. ``fields``: max_tokens, salt, reads_cache, priority, arrival."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(
+            max_tokens=fields["max_tokens"],
+            temperature=0.0,
+            ignore_eos=True,
+            stop_token_ids=[STOP_TOKEN],
+            prompt_logprobs=None if fields["reads_cache"] else 1,
+        )
+        self.texts[name] = Text.of_prompt(name, prompt, fields["salt"], self.origins)
+        return Request(
+            name,
+            prompt,
+            sampling,
+            None,
+            arrival_time=float(fields["arrival"]),
+            priority=fields["priority"],
+            cache_salt=str(fields["salt"]) if fields["salt"] else None,
+            block_hasher=self._block_hasher(),
+            **_old_request_arguments(),
+        )
+
+    def _block_hasher(self) -> Callable[[Any], list[Any]]:
+        """Return the target's block hasher, which also notes what each hash stands for."""
+        hasher = _real_block_hasher(self.hash_block_size)
+
+        def hash_and_note(request: Any) -> list[Any]:
+            start = len(request.block_hashes)
+            hashes: list[Any] = hasher(request)
+            for i, block_hash in enumerate(hashes, start):
+                self._hashed.setdefault(block_hash, (request.request_id, i))
+            return hashes
+
+        return hash_and_note
+
+    def tags_of_hash(self, block_hash: bytes) -> np.ndarray | None:
+        """Return the tags of the block that a hash stands for, shape (hash_block_size,), or None if it is nobody's."""
+        noted = self._hashed.get(block_hash)
+        if noted is None:
+            return None
+        request, i = noted
+        return self.texts[request].tags(i * self.hash_block_size, (i + 1) * self.hash_block_size)
+
+    def describe_hash(self, block_hash: bytes) -> str:
+        """Say in words which block a hash stands for."""
+        noted = self._hashed.get(block_hash)
+        return f"block {noted[1]} of {noted[0]}" if noted else f"hash {block_hash.hex()[:12]}"
+
+    def has_work(self) -> bool:
+        """Whether the engine's busy loop would make a step."""
+        return bool(self.scheduler.has_requests() or self.core.batch_queue)
+
+    def step(self) -> Any:
+        """Make one step of the engine's own step function; return (outputs by client, whether a model ran)."""
+        return self.core.step_fn()
+
+    def device_pending(self) -> bool:
+        """Whether anything asynchronous is left to do."""
+        return any(rank.device.pending() or not rank.idle() for rank in self.ranks) or any(
+            actor.enabled() for actor in self.actors
+        )
+
+
+def _output_maker() -> Callable[[Batch, Any], Any]:
+    """Return what makes a ``ModelRunnerOutput`` of a forward and the connector's output."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    def make(batch: Batch, connector_output: Any) -> Any:
+        requests = [row.request for row in batch.rows]
+        return ModelRunnerOutput(
+            req_ids=requests,
+            req_id_to_index={request: i for i, request in enumerate(requests)},
+            sampled_token_ids=[[] if token is None else [token] for token in batch.sampled.values()],
+            kv_connector_output=connector_output,
+        )
+
+    return make
+
+
+def _process_enterer() -> Callable[[Any], None]:
+    """Return what makes a connector the process's KV transfer group; there is a forward context from then on."""
+    import vllm.forward_context as forward_context
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    if forward_context._forward_context is None:
+        forward_context._forward_context = forward_context.ForwardContext.__new__(forward_context.ForwardContext)
+
+    def enter(connector: Any) -> None:
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector
+
+    return enter
+
+
+@functools.cache
+def _real_block_hasher(hash_block_size: int) -> Any:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    hash_function = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_function)
+    return get_request_block_hasher(hash_block_size, hash_function)
+
+
+@functools.cache
+def _old_request_arguments() -> dict[str, Any]:
+    """Return what older releases' ``Request`` needs besides: ``eos_token_id``."""
+    from vllm.v1.request import Request
+
+    parameters = inspect.signature(Request.__init__).parameters
+    return {"eos_token_id": None} if "eos_token_id" in parameters else {}

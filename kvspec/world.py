@@ -1,0 +1,515 @@
+"""Couples a target with its device and the laws: one op in, one observation out.
+
+A world lives from the start of an engine until it has nothing left to do. Laws that the target can survive (wrong
+bytes in the CPU tier, say) are noted and the history goes on; an exception or a stall ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvspec import laws
+from kvspec.device.adversary import Adversary, FairAdversary, PctAdversary, RandomAdversary, ReplayAdversary
+from kvspec.device.simulated import DeviceFault
+from kvspec.engine.shadow import ShadowMismatch
+from kvspec.engine.text import words
+from kvspec.laws import Violation
+from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, History, Op, Reset, Settle, Step
+from kvspec.targets import CopiedBlock, Engine, Plan, Target
+
+EVENTS = {
+    "store": "blocks were stored in the CPU tier",
+    "load": "a load from the CPU tier was started",
+    "load finished": "a load ended and its request went on",
+    "partial hit": "a request took a local prefix hit and loaded the blocks behind it",
+    "CPU eviction": "a key left the CPU tier to make room",
+    "preemption": "a running request was preempted for lack of blocks",
+    "resumption": "a preempted request was scheduled again",
+    "same-step reuse": "blocks of a victim were given to another request in the schedule that preempted it",
+    "lookup without allocation": "a request was looked up again before anything was allocated for it",
+    "abort while waiting": "a request was aborted before it was scheduled",
+    "abort while loading": "a request was aborted while its load was in flight",
+    "abort while running": "a running request was aborted",
+    "abort in step": "an abort arrived between a forward and its update",
+    "abort of a preempted request": "a preempted request was aborted",
+    "stop token": "a request ended before its token limit",
+    "reset": "the GPU prefix cache was dropped",
+    "reset with transfers in flight": "a reset with the connector was asked for while transfers were in flight",
+    "reset refused": "a reset was refused",
+    "connector reset": "the connector dropped its cache",
+    "finish with stores in flight": "a request ended while its blocks were being stored",
+    "idle": "the engine went idle",
+    "rank skew": "ranks reported the same load in different steps",
+    "step without a forward": "a step had no tokens to compute",
+}
+
+LOADING = "WAITING_FOR_REMOTE_KVS"
+"""The status of a request whose load is in flight."""
+
+STALL_STEPS = 12
+"""Steps without any change after which an engine is said to be stuck: more than any batch queue is deep."""
+
+DRAIN_STEPS_MAX = 2000
+"""Steps in which any history of this size ends; beyond it, requests run without ever getting done."""
+
+_OWN_FILES = str(Path(__file__).parent)
+
+KICKS_MAX = 3
+"""Requests sent to an engine that sleeps with transfers in flight, so that it polls them."""
+
+
+@dataclass
+class Outcome:
+    """What a finished history has shown."""
+
+    violations: list[Violation] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    stores: int = 0
+    """Blocks stored."""
+    loads: int = 0
+    """Blocks loaded."""
+    engine_seconds: float = 0.0
+    """Wall seconds inside the engine's step function, the simulated device included."""
+    trace: str = ""
+    schedules: list[str] = field(default_factory=list)
+
+
+def make_adversary(name: str, seed: int) -> Adversary:
+    """Return ``fair``, ``random`` or ``pct:D``. ValueError for another name."""
+    kind, _, depth = name.partition(":")
+    if name == "fair":
+        return FairAdversary()
+    if name == "random":
+        return RandomAdversary()
+    if kind == "pct" and depth.isdigit():
+        return PctAdversary(seed, int(depth))
+    raise ValueError(f"{name!r} is no adversary; there are fair, random and pct:D (D change points)")
+
+
+class World:
+    """One engine of a target, from its start to its end."""
+
+    def __init__(self, target: Target, setup: EngineSetup, adversary: str = "random", seed: int = 0) -> None:
+        self.ops: list[Op] = []
+        self.alive = True
+        self._target = target
+        self._setup = setup
+        self._adversary_name = adversary
+        self._seed = seed
+        self._adversary = make_adversary(adversary, seed)
+        self._outcome = Outcome()
+        self._finished = False
+        self._op_schedule = ""
+        self._trace = hashlib.blake2b(digest_size=16)
+        self._kind = "start"
+        self._loads_due: Counter[tuple[str, int]] = Counter()
+        self._first_report: dict[str, int] = {}
+        self._lookups_open: set[str] = set()
+        self._local_hit: dict[str, int] = {}
+        self._names: dict[str, None] = {}
+        self._preempted: set[str] = set()
+        self._reset_victims: set[str] = set()
+        self._cpu_index: dict[bytes, int] = {}
+        self._seen: set[tuple[str, str, str]] = set()
+        self._tables: dict[str, set[int]] = {}
+        with ExitStack() as context:
+            context.enter_context(target.activated())
+            self._engine: Engine = target.start(setup, self._adversary, self)
+            self._context = context.pop_all()
+
+    # Ops --------------------------------------------------------------------------------------------------------------
+
+    def apply(self, op: Op) -> None:
+        """Let one op happen; afterwards every law has been checked. Does nothing once the world is dead."""
+        if not self.alive or self._finished:
+            return
+        self.ops.append(op)
+        self._kind = type(op).__name__.lower()
+        self._adversary.begin_op(getattr(op, "seed", 0))
+        with self._replaying(getattr(op, "schedule", None)):
+            self._guard(lambda: self._perform(op))
+        self._end_op()
+
+    def _perform(self, op: Op) -> None:
+        match op:
+            case Add():
+                self._add(op)
+            case Step():
+                for _ in range(op.count):
+                    if not self._step():
+                        break
+            case Abort():
+                self._abort(op)
+            case Finish():
+                if self._engine.status(op.request):
+                    self._engine.finish_next(op.request)
+                    self._reach("stop token")
+            case Reset():
+                self._reset(op)
+            case Advance():
+                self._adversary.yield_to(self._engine.actors)
+            case Settle():
+                self._settle(op.count)
+
+    def _add(self, op: Add) -> None:
+        prompt = self._prompt(op)
+        if op.request in self._names or prompt is None:
+            return
+        if len(prompt) + op.max_tokens > (self._setup.gpu_blocks - 1) * self._setup.block_size:
+            return  # vLLM refuses at start-up a model length that the GPU can't hold.
+        self._names[op.request] = None
+        self._engine.add(op, prompt, arrival=len(self._names))
+
+    def _prompt(self, op: Add) -> list[int] | None:
+        tail = words(1000 + op.branch, 0, op.tail)
+        if op.continues is None:
+            return (words(op.trunk, 0, op.shared) + tail) or None
+        said = self._engine.said(op.continues)
+        return None if said is None else said + tail
+
+    def _abort(self, op: Abort) -> None:
+        status = self._engine.status(op.request)
+        if status is None:
+            return
+        loading = status == LOADING
+        event = {"RUNNING": "abort while running", "PREEMPTED": "abort of a preempted request"}.get(status)
+        self._reach("abort while loading" if loading else event or "abort while waiting")
+        if op.in_step:
+            self._reach("abort in step")
+        self._engine.abort(op.request, op.in_step)
+
+    def _reset(self, op: Reset) -> None:
+        outstanding = self._engine.transfers_outstanding()
+        if outstanding and op.connector:
+            self._reach("reset with transfers in flight")
+        self._reset_victims |= (
+            {name for name in self.live() if self._engine.status(name) == "RUNNING"} if op.running else set()
+        )
+        answer = self._engine.reset(op.running, op.connector)
+        self._trace.update(repr(answer).encode())
+        if answer.connector_refused and not outstanding:
+            self._break(
+                laws.REFUSE,
+                ["the connector refuses to drop its cache, and no transfer is queued or in flight"],
+            )
+        if answer.done:
+            self._reach("reset")
+            if op.connector:
+                self._reach("connector reset")
+        else:
+            self._reach("reset refused")
+        if op.connector:
+            self._cpu_index = dict(self._engine.cpu_index())
+
+    def _settle(self, steps: int) -> None:
+        """A device that makes progress, and an engine that steps until it is idle."""
+        drawn = self._adversary
+        self._use(FairAdversary())
+        for _ in range(steps):
+            self._adversary.yield_to(self._engine.actors)
+            if not self._step():
+                break
+        self._adversary.yield_to(self._engine.actors)
+        self._use(drawn)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Let the engine make one step and check the laws; False if it is idle."""
+        engine = self._engine
+        if not engine.has_work():
+            self._reach("idle")
+            return False
+        kind, self._kind = self._kind, "step"
+        started = time.perf_counter()
+        try:
+            ran = engine.step()
+        finally:
+            self._outcome.engine_seconds += time.perf_counter() - started
+        self._outcome.steps += 1
+        if not ran:
+            self._reach("step without a forward")
+        batch = engine.last_batch()
+        if batch is not None:
+            self._trace.update(repr((batch.rows, batch.sampled)).encode())
+        self._check_pools()
+        self._check_cpu_index()
+        self._kind = kind
+        return True
+
+    def _check_pools(self) -> None:
+        for pool in self._engine.pools():
+            self._break(laws.CONSERVE, laws.pool_is_conserved(pool), place=pool.name)
+
+    def _check_cpu_index(self) -> None:
+        """Compare the bytes of every key that is new in the CPU tier."""
+        index = dict(self._engine.cpu_index())
+        if index == self._cpu_index:
+            return
+        if self._cpu_index.keys() - index.keys():
+            self._reach("CPU eviction")
+        for key, block in index.items():
+            if self._cpu_index.get(key) != block:
+                self._break(laws.INDEX, self._bytes_are_wrong(key, block, "CPU", self._engine.cpu_tags))
+        self._cpu_index = index
+
+    def _bytes_are_wrong(
+        self, key: bytes, block: int, tier: str, read: Callable[[int, int], np.ndarray]
+    ) -> Iterator[str]:
+        expected = self._engine.expected_tags(key)
+        what = self._engine.describe_key(key)
+        if expected is None:
+            yield f"{tier} block {block} can be hit under a key that no request has: {what}"
+            return
+        for rank in range(self._setup.ranks):
+            found = read(rank, block)
+            wrong = found != expected
+            if wrong.any():
+                layer, offset = (int(axis[0]) for axis in wrong.nonzero())
+                tag = int(found[layer, offset])
+                yield (
+                    f"{tier} block {block} can be hit as {what}, but on rank {rank}, layer {layer}, token {offset} "
+                    f"of the block, it holds {self._engine.describe_tag(tag, rank, layer)}"
+                )
+                return
+
+    # What the target tells (the Probe) --------------------------------------------------------------------------------
+
+    def looked_up(self, request: str, local_tokens: int, external_tokens: int | None) -> None:
+        if request in self._lookups_open:
+            self._reach("lookup without allocation")
+        self._lookups_open.add(request)
+        self._local_hit[request] = local_tokens
+
+    def allocated(self, request: str, external_tokens: int) -> None:
+        self._lookups_open.discard(request)
+        if external_tokens <= 0:
+            return
+        self._reach("load")
+        self._first_report.pop(request, None)
+        if self._local_hit.get(request):
+            self._reach("partial hit")
+        for rank in range(self._setup.ranks):
+            self._loads_due[request, rank] += 1
+
+    def scheduled(self, plan: Plan) -> None:
+        self._trace.update(plan.trace.encode())
+        self._outcome.stores += plan.stores
+        self._outcome.loads += plan.loads
+        if plan.stores:
+            self._reach("store")
+        if plan.preempted:
+            self._note_preemption(plan)
+        for request, blocks in plan.new_blocks.items():
+            if request in self._preempted and request not in plan.preempted:
+                self._reach("resumption")
+                self._preempted.discard(request)
+                self._tables[request] = set()
+            self._tables.setdefault(request, set()).update(blocks)
+
+    def _note_preemption(self, plan: Plan) -> None:
+        if plan.preempted - self._reset_victims:
+            self._reach("preemption")
+        self._reset_victims.clear()
+        self._preempted |= plan.preempted
+        for victim in plan.preempted:
+            given_up = self._tables.pop(victim, set())
+            others = (set(blocks) for request, blocks in plan.new_blocks.items() if request != victim)
+            if any(given_up & blocks for blocks in others):
+                self._reach("same-step reuse")
+
+    def loaded(self, rank: int, requests: Iterable[str]) -> None:
+        requests = list(requests)
+        self._break(laws.LOAD, laws.report_is_due(self._loads_due, requests, rank))
+        for request in requests:
+            self._reach("load finished")
+            if self._first_report.setdefault(request, self._outcome.steps) != self._outcome.steps:
+                self._reach("rank skew")
+
+    def copied(self, block: CopiedBlock) -> None:
+        gpu_refs, cpu_refs = self._engine.block_refs(block.gpu, block.cpu)
+        if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu <= 0:
+            self._break(
+                laws.OWN,
+                laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank),
+            )
+
+    def mismatch(self, mismatch: ShadowMismatch) -> None:
+        self._break(laws.SHADOW, [str(mismatch)])
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Outcome:
+        """Let everything end on a device that makes progress, check what must hold then, and return the outcome."""
+        if not self._finished:
+            self._finished = True
+            self._kind = "drain"
+            with self._context:
+                if self.alive:
+                    self._use(FairAdversary())
+                    self._guard(self._drain)
+            self._end_op()
+            self._outcome.trace = self._trace.hexdigest()
+        return self._outcome
+
+    def _drain(self) -> None:
+        self._run_to_idle()
+        for kick in range(KICKS_MAX if self.alive else 0):
+            if self._engine.polls_when_idle or not self._engine.transfers_outstanding():
+                break
+            self._engine.add(Add(f"kick{kick}", max_tokens=1), words(2000 + kick, 0, 1), arrival=1000 + kick)
+            self._run_to_idle()
+        if not self.alive:
+            return
+        self._check_release()
+        self._break(laws.LOAD, laws.reports_were_made(self._loads_due))
+        for key, block in self._engine.gpu_index().items():
+            self._break(laws.GPU_INDEX, self._bytes_are_wrong(key, block, "GPU", self._engine.gpu_tags))
+        for tier, index in (("CPU", self._engine.cpu_index()), ("GPU", self._engine.gpu_index())):
+            replayed = self._engine.events(tier)
+            if replayed is not None:
+                found = laws.events_replay(tier, replayed, index, self._engine.describe_key)
+                self._break(laws.EVENTS, found, place=tier)
+
+    def _check_release(self) -> None:
+        """An engine that sleeps with stores in flight (SimpleCPUOffload up to 0.29) may hold their blocks, and no
+        others."""
+        asleep = not self._engine.polls_when_idle and self._engine.transfers_outstanding()
+        in_transfer = self._engine.blocks_in_stores() if asleep else (frozenset(), frozenset())
+        for pool, excused in zip(self._engine.pools(), in_transfer, strict=True):
+            self._break(laws.RELEASE, laws.nothing_is_held(pool, excused), place=pool.name)
+        if not asleep:
+            self._break(laws.RELEASE, laws.nothing_is_kept(self._engine.kept()), place="bookkeeping")
+
+    def _run_to_idle(self) -> None:
+        """Step until the engine is idle and the device has run dry; a violation of PROGRESS-1 if it never is."""
+        unchanged = 0
+        before = ""
+        for _ in range(DRAIN_STEPS_MAX):
+            self._adversary.yield_to(self._engine.actors)
+            if not self._step():
+                return
+            state = self._engine.state()
+            unchanged = unchanged + 1 if state == before and not self._engine.device_pending() else 0
+            before = state
+            if unchanged >= STALL_STEPS:
+                self._stuck(f"for {STALL_STEPS} steps nothing changes, and nothing is in flight")
+                return
+        self._stuck(f"not idle after {DRAIN_STEPS_MAX} steps")
+
+    def _stuck(self, how: str) -> None:
+        requests = self._engine.waiting_requests()
+        if requests:
+            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}")
+        else:
+            awake = sorted(name for name, count in self._engine.kept().items() if count)
+            self._die(
+                laws.PROGRESS,
+                f"{how}; no request is left, and the engine goes on stepping",
+                f"awake: {', '.join(awake)}",
+            )
+
+    def live(self) -> list[str]:
+        """Return the requests that the engine still has, in the order of their arrival."""
+        return [name for name in self._names if self._engine.status(name) is not None] if self.alive else []
+
+    def loading(self) -> list[str]:
+        """Return those of the live requests that wait for a load."""
+        return [name for name in self.live() if self._engine.status(name) == LOADING]
+
+    def history(self) -> History:
+        """Return what has happened, as data."""
+        return History(
+            target=self._target.name,
+            setup=self._setup,
+            ops=tuple(self.ops),
+            adversary=self._adversary_name,
+            seed=self._seed,
+        )
+
+    # Bookkeeping ------------------------------------------------------------------------------------------------------
+
+    def _use(self, adversary: Adversary) -> None:
+        self._flush_schedule()
+        self._adversary = adversary
+        self._engine.set_adversary(adversary)
+
+    def _flush_schedule(self) -> None:
+        self._op_schedule += self._adversary.take_schedule()
+
+    def _end_op(self) -> None:
+        self._flush_schedule()
+        self._outcome.schedules.append(self._op_schedule)
+        self._trace.update(self._op_schedule.encode())
+        self._op_schedule = ""
+
+    def _replaying(self, schedule: str | None) -> ExitStack:
+        """Replace the adversary by a schedule for the time of one op."""
+        stack = ExitStack()
+        if schedule is not None:
+            drawn = self._adversary
+            self._use(ReplayAdversary(schedule))
+            stack.callback(lambda: self._use(drawn))
+        return stack
+
+    def _reach(self, event: str) -> None:
+        self._outcome.reached[event] += 1
+
+    def _break(self, law: str, messages: Iterable[str], place: str = "") -> None:
+        for message in messages:
+            self._note(law, message, place)
+
+    def _note(self, law: str, message: str, frame: str) -> None:
+        """Keep the first violation of each law, op and place."""
+        key = (law, self._kind, frame)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._outcome.violations.append(Violation(law, message, self._kind, frame, self._op_index()))
+
+    def _op_index(self) -> int:
+        return len(self.ops) - (0 if self._finished else 1)
+
+    def _die(self, law: str, message: str, frame: str = "") -> None:
+        self.alive = False
+        self._note(law, message, frame)
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Run target code; an exception of the target is a violation, one of kvspec isn't."""
+        try:
+            run()
+        except DeviceFault as fault:
+            self._die(laws.DEVICE, str(fault), self._innermost_frame(fault) or "")
+        except Exception as error:
+            frame = self._innermost_frame(error)
+            if frame is None:
+                raise
+            self._die(laws.CRASH, f"{type(error).__name__}: {error}", frame)
+
+    def _innermost_frame(self, error: BaseException) -> str | None:
+        """Return ``file:function`` of the target's innermost frame; None if kvspec's own code, called further in,
+        raised."""
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            for directory in self._target.own_files:
+                if frame.filename.startswith(directory):
+                    return f"{frame.filename[len(directory) :].lstrip('/')}:{frame.name}"
+            if frame.filename.startswith(_OWN_FILES) and not isinstance(error, DeviceFault):
+                return None
+        return None
+
+
+def run_history(target: Target, history: History) -> Outcome:
+    """Let a recorded history happen again."""
+    world = World(target, history.setup, history.adversary, history.seed)
+    for op in history.ops:
+        world.apply(op)
+    return world.finish()

@@ -1,0 +1,136 @@
+"""A scheduler with SimpleCPUOffloadConnector and a worker whose transfers end by the next step: vLLM and nothing else.
+
+The scripts beside this file use it to show a finding without kvspec. Run one with a vLLM on the path:
+
+    PYTHONPATH=$(kvspec release path 0.33.0) python tests/bugs/SCRIPT.py
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+import vllm.config as config
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_SIZE = 4
+PAGE_BYTES = 32
+MODEL = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "ffn_dim": 4,
+    "max_position_embeddings": 256,
+    "vocab_size": 1000,
+    "word_embed_proj_dim": 4,
+    "torch_dtype": "float16",
+}
+
+
+class Engine:
+    """Synchronous steps: schedule, report what the step before has transferred, update."""
+
+    def __init__(self, gpu_blocks, cpu_blocks, step_tokens=64, lazy=False, asynchronous=False, policy="fcfs"):
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(MODEL))
+            self.config = config.VllmConfig(
+                model_config=config.ModelConfig(
+                    model=directory,
+                    tokenizer=directory,
+                    skip_tokenizer_init=True,
+                    dtype="float16",
+                    max_model_len=256,
+                    seed=0,
+                ),
+                cache_config=config.CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+                scheduler_config=config.SchedulerConfig(
+                    max_model_len=256,
+                    max_num_batched_tokens=step_tokens,
+                    max_num_seqs=4,
+                    is_encoder_decoder=False,
+                    enable_chunked_prefill=True,
+                    async_scheduling=asynchronous,
+                    policy=policy,
+                ),
+                kv_transfer_config=config.KVTransferConfig(
+                    kv_connector="SimpleCPUOffloadConnector",
+                    kv_role="kv_both",
+                    kv_connector_extra_config={
+                        "cpu_bytes_to_use": cpu_blocks * PAGE_BYTES,
+                        "lazy_offload": lazy,
+                    },
+                ),
+                device_config=config.DeviceConfig(device="cpu"),
+            )
+        self.config.cache_config.num_gpu_blocks = gpu_blocks
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype=torch.float16)
+        size = gpu_blocks * PAGE_BYTES
+        if "layers" in KVCacheTensor.__dataclass_fields__:
+            tensor = KVCacheTensor(size=size, layers=["layer"], layer_stride=size, block_stride=PAGE_BYTES)
+        else:
+            tensor = KVCacheTensor(size=size, shared_by=["layer"])
+        cache = KVCacheConfig(gpu_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
+        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+            vllm_config=self.config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        hash_function = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_function)
+        self.hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self.connector = self.scheduler.connector.scheduler_manager
+        self.requests = {}
+        self.in_flight = None
+
+    def add(self, name, tokens, max_tokens=1):
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.requests[name] = Request(name, tokens, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(self.requests[name])
+
+    def step(self):
+        """Make one step; return (tokens scheduled per request, blocks stored, blocks loaded)."""
+        output = self.scheduler.schedule()
+        self.scheduler.update_from_output(output, self.run(output))
+        metadata = output.kv_connector_metadata
+        return (
+            dict(output.num_scheduled_tokens),
+            len(metadata.store_gpu_blocks),
+            len(metadata.load_gpu_blocks),
+        )
+
+    def run(self, output):
+        """Stand for the worker: sample a token for each finished prompt, report the transfers of the step before."""
+        done, self.in_flight = self.in_flight, output.kv_connector_metadata
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            request = self.requests[name]
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        stored = {done.store_event: 1} if done and done.store_event >= 0 else {}
+        loaded = set(done.load_event_to_reqs.get(done.load_event, ())) if done else set()
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=loaded,
+                kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
+            ),
+        )

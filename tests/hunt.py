@@ -1,0 +1,54 @@
+"""Runs a machine for a while and tells what it saw, without minimising, saving or reporting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvspec.laws import Violation
+from kvspec.targets import Target
+from strategies.simple import SimpleOffloadMachine
+
+
+@dataclass
+class Catch:
+    """What a hunt has seen: the first violation of each law, and how often each event was reached."""
+
+    violations: dict[str, Violation] = field(default_factory=dict)
+    reached: Counter[str] = field(default_factory=Counter)
+    histories: int = 0
+
+
+class _Enough(BaseException):
+    """Leaves a Hypothesis run."""
+
+
+def hunt(target: Target, number: int, histories: int, until: str | None = None) -> Catch:
+    """Run up to ``histories`` histories of seed ``number``; stop early once the law ``until`` was broken."""
+    catch = Catch()
+
+    def ended(world: Any, outcome: Any) -> None:
+        catch.histories += 1
+        catch.reached.update(outcome.reached)
+        for violation in outcome.violations:
+            catch.violations.setdefault(violation.law, violation)
+        if until in catch.violations or catch.histories >= histories:
+            raise _Enough
+
+    machine = type("Machine", (SimpleOffloadMachine,), {"target": target, "sink": staticmethod(ended)})
+    profile = settings(
+        database=None,
+        phases=[Phase.generate],
+        max_examples=histories,
+        stateful_step_count=8,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    with suppress(_Enough):
+        run_state_machine_as_test(seed(number)(machine), settings=profile)
+    return catch

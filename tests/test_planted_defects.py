@@ -1,0 +1,185 @@
+"""For every law a defect that trips it, planted by patching one function of the real target; and the clean target
+trips none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hunt import hunt
+
+from kvspec.laws import LAWS
+from kvspec.targets import Target
+
+HISTORIES = 400
+
+
+def copy_ignores_the_compute_event(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
+
+    real = DmaCopyBackend.launch_copy
+
+    def launch_copy(self: Any, *args: Any, wait_event: Any = None, **more: Any) -> None:
+        real(self, *args, **more)
+
+    patch.setattr(DmaCopyBackend, "launch_copy", launch_copy)
+
+
+def second_load_of_a_request_raises(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager._cleanup_load_request
+
+    def cleanup(self: Any, req_id: str) -> int:
+        if self._load_event_counter > 1:
+            raise KeyError(req_id)
+        return int(real(self, req_id))
+
+    patch.setattr(Manager, "_cleanup_load_request", cleanup)
+
+
+def store_plan_names_a_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload import copy_backend
+
+    real = copy_backend.copy_blocks
+    patch.setattr(
+        copy_backend,
+        "copy_blocks",
+        lambda src, dst, params: real([block + 100 for block in src], dst, params),
+    )
+
+
+def a_finished_load_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker as Worker
+
+    real = Worker.get_finished
+
+    def get_finished(self: Any, finished_req_ids: set[str]) -> Any:
+        sent, received = real(self, finished_req_ids)
+        return sent, (received if self._load_hwm != 0 else None)
+
+    patch.setattr(Worker, "get_finished", get_finished)
+
+
+def a_load_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker as Worker
+
+    real = Worker.get_finished
+
+    def get_finished(self: Any, finished_req_ids: set[str]) -> Any:
+        sent, received = real(self, finished_req_ids)
+        before, self.kvspec_before = getattr(self, "kvspec_before", None), received
+        return sent, (received or set()) | (before or set()) or None
+
+    patch.setattr(Worker, "get_finished", get_finished)
+
+
+def touch_leaves_a_block_in_the_free_queue(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    def touch(self: Any, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    patch.setattr(BlockPool, "touch", touch)
+
+
+def loads_do_not_pin_cpu_blocks(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    allocate, cleanup = Manager.update_state_after_alloc, Manager._cleanup_load_request
+
+    def update_state_after_alloc(self: Any, request: Any, blocks: Any, external: int) -> None:
+        allocate(self, request, blocks, external)
+        state = self._reqs_to_load.get(request.request_id)
+        if external and state is not None:
+            self.cpu_block_pool.free_blocks([self.cpu_block_pool.blocks[i] for i in state.transfer_meta.cpu_block_ids])
+
+    def cleanup_load_request(self: Any, req_id: str) -> int:
+        state = self._reqs_to_load.get(req_id) or self._abandoned_reqs_to_load.get(req_id)
+        if state is not None:
+            self.cpu_block_pool.touch([self.cpu_block_pool.blocks[i] for i in state.transfer_meta.cpu_block_ids])
+        return int(cleanup(self, req_id))
+
+    patch.setattr(Manager, "update_state_after_alloc", update_state_after_alloc)
+    patch.setattr(Manager, "_cleanup_load_request", cleanup_load_request)
+
+
+def stores_swap_their_destinations(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker as Worker
+
+    real = Worker.bind_connector_metadata
+
+    def bind(self: Any, metadata: Any) -> None:
+        metadata.store_cpu_blocks = metadata.store_cpu_blocks[::-1]
+        real(self, metadata)
+
+    patch.setattr(Worker, "bind_connector_metadata", bind)
+
+
+def loads_swap_their_destinations(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker as Worker
+
+    real = Worker.bind_connector_metadata
+
+    def bind(self: Any, metadata: Any) -> None:
+        metadata.load_gpu_blocks = metadata.load_gpu_blocks[::-1]
+        real(self, metadata)
+
+    patch.setattr(Worker, "bind_connector_metadata", bind)
+
+
+def a_completed_store_keeps_its_gpu_blocks(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager._process_store_completion
+
+    def complete(self: Any, gpu_block_ids: list[int], *args: Any) -> None:
+        self._gpu_block_pool.touch([self._gpu_block_pool.blocks[i] for i in gpu_block_ids[:1]])
+        real(self, gpu_block_ids, *args)
+
+    patch.setattr(Manager, "_process_store_completion", complete)
+
+
+def reset_always_refuses(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    patch.setattr(Manager, "reset", lambda self: False)
+
+
+def removals_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    patch.setattr(BlockPool, "_emit_block_removed_events", lambda self, block_hashes: None)
+
+
+DEFECTS = {
+    "SHADOW-1": copy_ignores_the_compute_event,
+    "CRASH-1": second_load_of_a_request_raises,
+    "DEVICE-1": store_plan_names_a_block_beyond_the_pool,
+    "PROGRESS-1": a_finished_load_is_forgotten,
+    "LOAD-1": a_load_is_reported_twice,
+    "CONSERVE-1": touch_leaves_a_block_in_the_free_queue,
+    "OWN-1": loads_do_not_pin_cpu_blocks,
+    "INDEX-1": stores_swap_their_destinations,
+    "INDEX-2": loads_swap_their_destinations,
+    "RELEASE-1": a_completed_store_keeps_its_gpu_blocks,
+    "REFUSE-1": reset_always_refuses,
+    "EVENT-1": removals_are_not_told,
+}
+
+
+def test_every_law_has_a_defect() -> None:
+    assert DEFECTS.keys() == LAWS.keys()
+
+
+@pytest.mark.parametrize("law", DEFECTS)
+def test_the_defect_breaks_its_law(law: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    DEFECTS[law](monkeypatch)
+    catch = hunt(target, number=1, histories=HISTORIES, until=law)
+    assert law in catch.violations, f"{sorted(catch.violations)} broken in {catch.histories} histories"
+
+
+def test_the_clean_target_breaks_no_law(target: Target) -> None:
+    catch = hunt(target, number=1, histories=HISTORIES)
+    assert not catch.violations
