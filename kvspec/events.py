@@ -1,0 +1,219 @@
+"""What the processes of a run tell each other, and what reports listen to.
+
+A worker is told its job as JSON on stdin and answers with events, one line of JSON each, on a pipe of its
+own. The parent hands them on to the handlers in ``kvspec.report``, adds its own and ends with a Verdict.
+"""
+
+from collections import Counter
+
+import msgspec
+
+from kvspec.findings import Finding, Key
+from kvspec.known import Issue
+from kvspec.ops import History
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What every worker has to know. ``release_path`` must be where its implementation comes from."""
+
+    job: int
+    target: str
+    release_path: str | None
+    events_fd: int = -1
+    """Where it writes its events; set when it is started."""
+
+
+class SearchJob(Job, frozen=True, kw_only=True):
+    """Search until the budget, in seconds or in histories, is used up."""
+
+    seed: int
+    budget_s: float | None
+    histories_max: int | None
+    stored: list[Finding]
+    """Findings that are looked at first."""
+    known: list[Issue]
+    """Failures that needn't be minimised."""
+    claims: str | None = None
+    """Directory in which a worker says, by a file's name, that it minimises a finding."""
+
+
+class ReplayJob(Job, frozen=True, kw_only=True):
+    """Run one history, twice."""
+
+    history: History
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something that a run tells."""
+
+
+class WorkerReady(Event, frozen=True, kw_only=True):
+    """A worker has loaded its target and begins."""
+
+    job: int
+    release: str
+    """Version of the implementation; empty if unknown."""
+    required: dict[str, str]
+    """Events that the run must reach, each with a sentence."""
+
+
+class Progress(Event, frozen=True, kw_only=True):
+    """What a worker did since its last one. Stores and loads are blocks, steps are engine steps."""
+
+    job: int
+    histories: int = 0
+    steps: int = 0
+    stores: int = 0
+    loads: int = 0
+    reruns: int = 0
+    """Histories that were run a second time, to compare the traces."""
+    engine_cpu_s: float = 0.0
+    reached: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    """Histories that showed a finding, by the finding's slug."""
+
+
+def added(one: Progress, other: Progress) -> Progress:
+    """Return the sum of two."""
+    values = {name: getattr(one, name) for name in one.__struct_fields__ if name != "job"}
+    for name, value in values.items():
+        more = getattr(other, name)
+        values[name] = dict(Counter(value) + Counter(more)) if isinstance(value, dict) else value + more
+    return Progress(job=one.job, **values)
+
+
+class Rechecked(Event, frozen=True, kw_only=True):
+    """A stored finding was run again."""
+
+    job: int
+    key: Key
+    seen: bool
+
+
+class Minimising(Event, frozen=True, kw_only=True):
+    """A worker has a new finding and makes it short."""
+
+    job: int
+    key: Key
+
+
+class FindingFound(Event, frozen=True, kw_only=True):
+    """A worker has a finding, minimised unless it is a known issue."""
+
+    job: int
+    finding: Finding
+
+
+class Nondeterminism(Event, frozen=True, kw_only=True):
+    """A history ran differently the second time; without a history, the machine's own draws did."""
+
+    job: int
+    message: str
+    history: History | None
+
+
+class Replayed(Event, frozen=True, kw_only=True):
+    """What a replay saw. There is one schedule per op and one for the drain, of the first run."""
+
+    release: str
+    violations: list[tuple[Key, str, int]]
+    """Key, message and index of the op."""
+    schedules: list[str]
+    traces: tuple[str, str]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the second run was like the first."""
+        return self.traces[0] == self.traces[1]
+
+
+class WorkerFailed(Event, frozen=True, kw_only=True):
+    """A worker can't go on. ``details`` is a traceback or the end of its log."""
+
+    job: int
+    message: str
+    details: str = ""
+
+
+class WorkerDone(Event, frozen=True, kw_only=True):
+    """A worker has finished its job, or was asked to stop."""
+
+    job: int
+
+
+WorkerEvent = (
+    WorkerReady
+    | Progress
+    | Rechecked
+    | Minimising
+    | FindingFound
+    | Nondeterminism
+    | Replayed
+    | WorkerFailed
+    | WorkerDone
+)
+
+
+class GateStarted(Event, frozen=True, kw_only=True):
+    """The parent starts the workers."""
+
+    target: str
+    seed: int
+    jobs: int
+    budget_s: float | None
+    histories_max: int | None
+
+
+class Reported(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding as a run reports it."""
+
+    finding: Finding
+    path: str | None
+    """Its directory; a known issue has none."""
+    issue: Issue | None
+    """The known issue that it is."""
+    stored: bool
+    """It was in the findings directory already, and is still there."""
+    histories: int = 0
+    """How many histories of the search showed it."""
+
+
+class FindingReported(Event, frozen=True, kw_only=True):
+    """A finding that this run hadn't reported yet."""
+
+    reported: Reported
+
+
+class Interrupted(Event, frozen=True, kw_only=True):
+    """The run was asked to stop, and waits for the workers to end their histories."""
+
+
+class Verdict(Event, frozen=True, kw_only=True):
+    """The end of a run, with everything that it counted."""
+
+    target: str
+    release: str
+    seed: int
+    wall_s: float
+    total: Progress
+    findings: list[Reported]
+    known: list[Reported]
+    gone: list[Finding]
+    missing: dict[str, str]
+    """Required events that weren't reached, each with a sentence."""
+    nondeterminism: list[str]
+    """One sentence each."""
+    failures: list[WorkerFailed]
+    interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        """The strongest fact: a finding stands whatever else went wrong; hollow comes last."""
+        facts = (
+            (1, self.findings),
+            (2, self.failures),
+            (4, self.nondeterminism),
+            (130, self.interrupted),
+            (3, self.missing),
+        )
+        return next((code for code, fact in facts if fact), 0)

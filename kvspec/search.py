@@ -1,0 +1,313 @@
+"""Run a target's machine, round after round, and tell in events what it sees. For processes of the target.
+
+A suite is what there is to run: a Hypothesis machine, and how one recorded history runs again. Suites of
+kvspec's own targets are found by name. Any other one plugs in as ``module:attribute``, optionally with
+``@RELEASE`` of vLLM, where the attribute is a Suite or a function that returns one:
+
+    suite = Suite(machine=MyMachine, run=lambda history: run_history(MyMachine.target, history))
+
+A machine calls its class's ``sink(world, outcome)``, if that isn't None, once at the end of every history, and
+names in ``REQUIRED`` the events without which a run is hollow; ``strategies.simple`` has an example.
+"""
+
+import hashlib
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.errors import Flaky, FlakyStrategyDefinition
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+import kvspec
+from kvspec.errors import KvspecError
+from kvspec.events import (
+    Event,
+    FindingFound,
+    Minimising,
+    Nondeterminism,
+    Progress,
+    Rechecked,
+    SearchJob,
+    WorkerReady,
+    added,
+)
+from kvspec.findings import Finding, Key, Record, now
+from kvspec.history.minimise import minimise, pinned
+from kvspec.known import known_as
+from kvspec.ops import History
+
+if TYPE_CHECKING:
+    from kvspec.world import Outcome, World
+
+ROUND_HISTORIES = 100
+"""Histories of one Hypothesis run. Its first is always the simplest; its bookkeeping grows with it."""
+RERUN_EVERY = 16
+"""One history in this many is run again, to see whether it repeats exactly."""
+MINIMISE_CPU_S = 10.0
+"""What the minimiser may use for one finding."""
+OVERTIME_S = 10.0
+"""How long after the end of the budget findings may still be minimised."""
+PROGRESS_INTERVAL_S = 0.25
+NONDETERMINISM_MAX = 3
+"""A worker tells of this many histories that didn't repeat; more would say the same again."""
+
+SETTINGS = settings(
+    database=None,
+    phases=[Phase.generate],
+    max_examples=ROUND_HISTORIES,
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+    print_blob=False,
+    derandomize=False,
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What there is to run for a target. What a machine must have is said above."""
+
+    machine: type[RuleBasedStateMachine]
+    run: Callable[[History], "Outcome"]
+    events: Mapping[str, str] = field(default_factory=dict)
+    """A sentence for each named event."""
+    rules_max: int = 10
+    """Rules of the machine that one history runs, at most."""
+
+
+def load_suite(target: str) -> Suite:
+    """Return the suite of a target. KvspecError says what is missing."""
+    try:
+        return _plugged_in(target) if ":" in target else _own_suite(target)
+    except ModuleNotFoundError as error:
+        raise KvspecError(_missing_module(target, error.name or str(error))) from error
+
+
+def implementation_version(target: str) -> str:
+    """Return the release that was named, or the version of the vLLM that is importable, or nothing."""
+    named = target.partition("@")[2]
+    try:
+        return named or version("vllm")
+    except PackageNotFoundError:
+        return ""
+
+
+class Search:
+    """One worker's search."""
+
+    def __init__(
+        self, suite: Suite, job: SearchJob, emit: Callable[[Event], None], stopping: Callable[[], bool]
+    ) -> None:
+        self._suite = suite
+        self._job = job
+        self._emit = emit
+        self._stopping = stopping
+        self._release = implementation_version(job.target)
+        self._settings = settings(SETTINGS, stateful_step_count=suite.rules_max)
+        self._count = 0
+        self._done_keys: set[Key] = set()
+        self._new: dict[Key, History] = {}
+        self._reruns: list[tuple[History, str]] = []
+        self._nondeterminism_count = 0
+        self._since = Progress(job=job.job)
+        self._since_s = time.monotonic()
+        self._deadline_s = time.monotonic() + (math.inf if job.budget_s is None else job.budget_s)
+
+    def run(self) -> None:
+        """Look at the stored findings, then search until the budget is used up or ``stopping`` is true."""
+        required = {name: self._suite.events.get(name, "") for name in sorted(self._required())}
+        self._emit(WorkerReady(job=self._job.job, release=self._release, required=required))
+        self._recheck()
+        number = 0
+        while not self._enough():
+            before = self._count
+            self._round(number)
+            if self._count == before:
+                raise KvspecError(f"The machine of {self._job.target} makes no history.")
+            self._settle()
+            number += 1
+        self._flush()
+
+    def _required(self) -> frozenset[str]:
+        return getattr(self._suite.machine, "REQUIRED", frozenset())
+
+    def _recheck(self) -> None:
+        for finding in self._job.stored:
+            if self._stopping():
+                return
+            key = finding.key
+            seen = self._shows(key, finding.history)
+            if seen:
+                self._done_keys.add(key)
+            self._emit(Rechecked(job=self._job.job, key=key, seen=seen))
+
+    def _round(self, number: int) -> None:
+        """Let Hypothesis make histories until it has made a round, or one of them needs a closer look."""
+        digest = hashlib.sha256(f"{self._job.seed}:{self._job.job}:{number}".encode()).digest()
+        machine = type(self._suite.machine.__name__, (self._suite.machine,), {"sink": staticmethod(self._ended)})
+        try:
+            run_state_machine_as_test(seed(int.from_bytes(digest[:8]))(machine), settings=self._settings)
+        except _RoundOver:
+            pass
+        except (Flaky, FlakyStrategyDefinition) as error:
+            self._tell_nondeterminism(f"the machine drew differently after the same start: {error}", None)
+
+    def _ended(self, world: "World", outcome: "Outcome") -> None:
+        """Take one history; the machine calls this at its end."""
+        self._count += 1
+        keys = dict.fromkeys(map(self._key, outcome.violations))
+        self._new |= {key: world.history() for key in keys if key not in self._done_keys}
+        if self._count % RERUN_EVERY == 0:
+            self._reruns.append((world.history(), outcome.trace))
+        self._tell_progress(outcome, keys)
+        if self._new or self._enough():
+            raise _RoundOver
+
+    def _enough(self) -> bool:
+        maximum = self._job.histories_max
+        return (
+            self._stopping() or (maximum is not None and self._count >= maximum) or time.monotonic() >= self._deadline_s
+        )
+
+    def _settle(self) -> None:
+        """Do what must wait until Hypothesis and its world are out of the way."""
+        for history, trace in self._reruns:
+            self._since = added(self._since, Progress(job=self._job.job, reruns=1))
+            if self._suite.run(history).trace != trace:
+                self._tell_nondeterminism("a history had another trace when it was run again", history)
+        for key, history in self._new.items():
+            self._done_keys.add(key)
+            if self._claims(key):
+                self._tell_finding(key, history)
+        self._reruns.clear()
+        self._new.clear()
+        self._flush()
+
+    def _claims(self, key: Key) -> bool:
+        """Whether no other worker has this finding in hand."""
+        if self._job.claims is None:
+            return True
+        try:
+            Path(self._job.claims, key.slug).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _tell_finding(self, key: Key, original: History) -> None:
+        outcome = self._suite.run(original)
+        if key not in map(self._key, outcome.violations):
+            self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", original)
+            return
+        history = original
+        if known_as(self._job.known, key, self._release) is None:
+            self._emit(Minimising(job=self._job.job, key=key))
+            history = self._minimised(key, original)
+            outcome = self._suite.run(history)
+        record = Record(
+            key=key,
+            message=next((v.message for v in outcome.violations if self._key(v) == key), ""),
+            release=self._release,
+            kvspec=kvspec.__version__,
+            seed=self._job.seed,
+            first_seen=now(),
+        )
+        finding = Finding(record=record, history=history, original=original)
+        self._emit(FindingFound(job=self._job.job, finding=finding))
+
+    def _minimised(self, key: Key, original: History) -> History:
+        """Minimise ops; then write the adversary's moves into them and minimise these, if that works."""
+        cpu_max_s = time.process_time() + MINIMISE_CPU_S
+
+        def spent() -> bool:
+            overtime = time.monotonic() > self._deadline_s + OVERTIME_S
+            return overtime or time.process_time() > cpu_max_s or self._stopping()
+
+        def shows(history: History) -> bool:
+            return self._shows(key, history)
+
+        short = minimise(original, shows, spent)
+        with_moves = pinned(short, self._suite.run(short).schedules)
+        if short.adversary == "fair" or spent() or not shows(with_moves):
+            return short
+        return minimise(with_moves, shows, spent)
+
+    def _shows(self, key: Key, history: History) -> bool:
+        return key in map(self._key, self._suite.run(history).violations)
+
+    def _key(self, violation: Any) -> Key:
+        return violation_key(self._job.target, violation)
+
+    def _tell_nondeterminism(self, message: str, history: History | None) -> None:
+        self._nondeterminism_count += 1
+        if self._nondeterminism_count <= NONDETERMINISM_MAX:
+            self._emit(Nondeterminism(job=self._job.job, message=message, history=history))
+
+    def _tell_progress(self, outcome: "Outcome", keys: Iterable[Key]) -> None:
+        """Count a history, and tell what has been counted if that is due."""
+        one = Progress(
+            job=self._job.job,
+            histories=1,
+            steps=outcome.steps,
+            stores=outcome.stores,
+            loads=outcome.loads,
+            engine_cpu_s=outcome.engine_seconds,
+            reached=dict(outcome.reached),
+            seen={key.slug: 1 for key in keys},
+        )
+        self._since = added(self._since, one)
+        if time.monotonic() - self._since_s > PROGRESS_INTERVAL_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._emit(self._since)
+        self._since = Progress(job=self._job.job)
+        self._since_s = time.monotonic()
+
+
+def violation_key(target: str, violation: Any) -> Key:
+    """Return what a violation is deduplicated by."""
+    return Key(target=target, law=violation.law, op=violation.op, frame=violation.frame)
+
+
+class _RoundOver(BaseException):
+    """Leaves a Hypothesis run at the end of a history. An Exception would be a failure to Hypothesis."""
+
+
+def _own_suite(name: str) -> Suite:
+    from kvspec.targets import load_target, parse_target
+    from kvspec.world import EVENTS, run_history
+    from strategies.simple import MACHINES
+
+    target = load_target(name)
+    base = MACHINES[parse_target(name)[0]]
+    machine = type(base.__name__, (base,), {"target": target})
+    # The first engine imports as much as the target; the budget is for histories.
+    run_history(target, History(target=name, setup=target.default_setup(), ops=()))
+    return Suite(machine=machine, run=lambda history: run_history(target, history), events=EVENTS)
+
+
+def _plugged_in(name: str) -> Suite:
+    module_name, _, attribute = name.partition("@")[0].partition(":")
+    found = getattr(importlib.import_module(module_name), attribute, None)
+    suite = found() if callable(found) else found
+    if not isinstance(suite, Suite):
+        raise KvspecError(
+            f"{name!r} must name a kvspec.search.Suite, or a function that returns one; "
+            f"{module_name}.{attribute} is {'missing' if found is None else f'a {type(suite).__name__}'}."
+        )
+    return suite
+
+
+def _missing_module(target: str, module: str) -> str:
+    top = module.partition(".")[0]
+    if top == target.partition(":")[0].partition(".")[0]:
+        return f"The target {target} needs the module {module!r}, which can't be imported from here."
+    return (
+        f"The target {target} needs the Python package {module!r}, which isn't installed; "
+        "run `pip install 'kvspec[vllm]'`."
+    )
