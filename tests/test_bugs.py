@@ -1,0 +1,66 @@
+"""The regression corpus: histories of real bugs, each seen in a release that has it and not in one that has its fix.
+
+Each case runs in two processes of its own, since a process imports one release.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kvspec import releases
+from kvspec.gate import prepare, replay_history
+from kvspec.ops import History, history_from_json
+
+BUGS = Path(__file__).parent / "bugs"
+
+
+class Case(NamedTuple):
+    """A history and what it shows. ``reference``: numbers of vLLM's issues and pull requests."""
+
+    history: str
+    law: str
+    bad: str
+    fixed: str
+    ops_max: int
+    reference: str
+
+
+CASES = [
+    Case("store_before_compute.json", "SHADOW-1", "0.23.0", "0.24.0", 4, "45704, 46278"),
+    Case("stranded_load.json", "PROGRESS-1", "0.28.0", "0.31.0", 7, "45388, 57841"),
+    Case("reset_forgets_pins.json", "REFUSE-1", "0.28.0", "0.32.0", 7, "none; fixed in 0.32"),
+    Case("events_of_the_wrong_tier.json", "EVENT-1", "0.28.0", "0.30.0", 1, "54325, 39860, 46397"),
+]
+
+
+def laws_broken(history: History, release: str) -> set[str]:
+    prepared = prepare(f"vllm-simple@{release}")
+    replayed = replay_history(prepared, replace(history, target=prepared.target))
+    assert replayed.repeats
+    return {key.law for key, _, _ in replayed.violations}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.history.partition(".")[0])
+def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> None:
+    history = history_from_json((BUGS / case.history).read_bytes())
+    assert len(history.ops) <= case.ops_max
+    assert case.law in laws_broken(history, case.bad)
+    assert case.law not in laws_broken(history, case.fixed)
+
+
+@pytest.mark.slow
+def test_the_lazy_offload_script_shows_the_bug_on_plain_vllm() -> None:
+    """The script imports nothing of kvspec; it is what a maintainer of vLLM would run."""
+    script = BUGS / "lazy_offload_never_idles.py"
+    assert "kvspec" not in (BUGS / "plain_vllm.py").read_text().partition('"""\n\n')[2]
+    environment = prepare("vllm-simple@0.33.0").environment | {"PYTHONPATH": str(releases.path("0.33.0"))}
+    environment.pop("PYTHONSAFEPATH")
+    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert "BUG" in ran.stderr, ran.stderr[-2000:]
