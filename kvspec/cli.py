@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -218,6 +219,24 @@ def _replay_lines(history: History, replayed: Replayed, trace: bool) -> Iterator
         yield Text("No law is broken: the history runs clean.", "bold green")
     if not replayed.repeats:
         yield Text("The second run differed from the first: the target isn't deterministic.", "bold red")
+
+
+@cli.command()
+@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="As in `kvspec gate`.")
+@click.option("--histories", type=click.IntRange(min=1), default=300, show_default=True, metavar="N", help="How many.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Where to start.")
+def measure(target: str, histories: int, seed: int) -> int:
+    """Measure what an engine step costs: with all of kvspec, without Hypothesis, and vLLM alone.
+
+    The same histories run all three ways in one process, so the ratios mean something on a busy machine too.
+
+    \b
+    Example:
+      kvspec measure --target vllm-simple@0.33.0
+    """
+    prepared = _prepared(target)
+    command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
+    return 2 if subprocess.run(command, env=prepared.environment).returncode else 0
 
 
 @cli.command()

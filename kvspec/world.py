@@ -342,10 +342,11 @@ class World:
             self._break(
                 laws.OWN,
                 laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank),
+                op="step",
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
-        self._break(laws.SHADOW, [str(mismatch)])
+        self._break(laws.SHADOW, [str(mismatch)], op="step")
 
     # The end ----------------------------------------------------------------------------------------------------------
 
@@ -465,23 +466,24 @@ class World:
     def _reach(self, event: str) -> None:
         self._outcome.reached[event] += 1
 
-    def _break(self, law: str, messages: Iterable[str], place: str = "") -> None:
+    def _break(self, law: str, messages: Iterable[str], place: str = "", op: str = "") -> None:
+        """Note each message. ``op`` is given by what a device does: it may do it after the engine's step has returned."""
         for message in messages:
-            self._note(law, message, place)
+            self._note(law, message, place, op or self._kind)
 
-    def _note(self, law: str, message: str, frame: str) -> None:
+    def _note(self, law: str, message: str, frame: str, op: str) -> None:
         """Keep the first violation of each law, op and place."""
-        key = (law, self._kind, frame)
+        key = (law, op, frame)
         if key not in self._seen:
             self._seen.add(key)
-            self._outcome.violations.append(Violation(law, message, self._kind, frame, self._op_index()))
+            self._outcome.violations.append(Violation(law, message, op, frame, self._op_index()))
 
     def _op_index(self) -> int:
         return len(self.ops) - (0 if self._finished else 1)
 
     def _die(self, law: str, message: str, frame: str = "") -> None:
         self.alive = False
-        self._note(law, message, frame)
+        self._note(law, message, frame, self._kind)
 
     def _guard(self, run: Callable[[], None]) -> None:
         """Run target code; an exception of the target is a violation, one of kvspec isn't."""

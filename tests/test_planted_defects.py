@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hunt import hunt
 
+from kvspec.known import known_as, load_known
 from kvspec.laws import LAWS
+from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target
 
 HISTORIES = 400
@@ -46,6 +48,15 @@ def store_plan_names_a_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
         copy_backend,
         "copy_blocks",
         lambda src, dst, params: real([block + 100 for block in src], dst, params),
+    )
+
+
+def store_plan_names_a_cpu_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload import copy_backend
+
+    real = copy_backend.copy_blocks
+    patch.setattr(
+        copy_backend, "copy_blocks", lambda src, dst, params: real(src, [block + 100 for block in dst], params)
     )
 
 
@@ -180,6 +191,17 @@ def test_the_defect_breaks_its_law(law: str, target: Target, monkeypatch: pytest
     assert law in catch.violations, f"{sorted(catch.violations)} broken in {catch.histories} histories"
 
 
+def test_a_copy_beyond_the_cpu_pool_is_caught_before_it_writes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_plan_names_a_cpu_block_beyond_the_pool(monkeypatch)
+    assert "DEVICE-1" in hunt(target, number=1, histories=HISTORIES, until="DEVICE-1").violations
+
+
 def test_the_clean_target_breaks_no_law(target: Target) -> None:
     catch = hunt(target, number=1, histories=HISTORIES)
-    assert not catch.violations
+    new = [
+        violation
+        for violation in catch.violations.values()
+        if not known_as(load_known(), violation_key(target.name, violation), implementation_version(target.name))
+    ]
+    assert not new
+    assert catch.histories == HISTORIES

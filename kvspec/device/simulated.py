@@ -197,11 +197,13 @@ class SimulatedDevice:
     """One GPU of a world.
 
     ``actors`` are shared by all devices of a world: while one host waits, everything else may go on. ``rank``
-    numbers the device; stream codes are a letter and the rank.
+    numbers the device; stream codes are a letter and the rank. ``pageable`` is false where a worker registers
+    all the host memory that it copies from and to: an address outside of it is out of bounds then.
     """
 
-    def __init__(self, rank: int, adversary: Adversary, actors: list[Actor]) -> None:
+    def __init__(self, rank: int, adversary: Adversary, actors: list[Actor], *, pageable: bool = True) -> None:
         self.rank = rank
+        self._pageable = pageable
         self.adversary = adversary
         self.operations_queued = 0
         self.observers: list[Callable[[Executed], None]] = []
@@ -325,7 +327,10 @@ class SimulatedDevice:
         source, destination = self.find_region(span.src, span.size), self.find_region(span.dst, span.size)
         if not any(region is not None and region.on_device for region in (source, destination)):
             raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} touches no memory of rank {self.rank}")
-        return source is None or destination is None
+        pageable = source is None or destination is None
+        if pageable and not self._pageable:
+            raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} leaves the host memory that was registered")
+        return pageable
 
     def run_spans(self, stream: str, spans: Sequence[CopySpan], snapshots: dict[CopySpan, bytes] | None) -> None:
         """Move the bytes, then tell the observers."""

@@ -68,7 +68,7 @@ class VllmEngine:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-        device = SimulatedDevice(index, self.adversary, self.actors)
+        device = SimulatedDevice(index, self.adversary, self.actors, pageable=False)
         tags, caches = config.kv_cache_memory(self.setup)
         device.add_device_memory(tags.ctypes.data, tags.nbytes)
         memory = ShadowMemory(tags, self.setup.block_size, index, self.origins, report)
