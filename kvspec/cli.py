@@ -1,4 +1,4 @@
-"""The command line: gate, replay, known, release."""
+"""The command line: gate, replay, measure, known, release."""
 
 import os
 import secrets
@@ -63,6 +63,7 @@ def cli() -> None:
       kvspec gate --target vllm-simple@0.33.0     search a release of vLLM for 60 s
       kvspec gate                                 search the vLLM that is importable (a checkout, a fork)
       kvspec replay .kvspec/findings/FINDING      run the history of a finding again
+      kvspec measure                              what an engine step costs, beside vLLM alone
       kvspec known                                confirmed bugs that the gate doesn't fail on
       kvspec release install 0.33.0               fetch a release ahead of time
 
@@ -222,7 +223,7 @@ def _replay_lines(history: History, replayed: Replayed, trace: bool) -> Iterator
 
 
 @cli.command()
-@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="As in `kvspec gate`.")
+@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="vllm-simple, or vllm-simple@RELEASE.")
 @click.option("--histories", type=click.IntRange(min=1), default=300, show_default=True, metavar="N", help="How many.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Where to start.")
 def measure(target: str, histories: int, seed: int) -> int:
@@ -231,7 +232,7 @@ def measure(target: str, histories: int, seed: int) -> int:
     The same histories run all three ways in one process, so the ratios mean something on a busy machine too.
 
     \b
-    Example:
+    Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
     prepared = _prepared(target)

@@ -67,7 +67,8 @@ class Progress(Event, frozen=True, kw_only=True):
     loads: int = 0
     reruns: int = 0
     """Histories that were run a second time, to compare the traces."""
-    engine_cpu_s: float = 0.0
+    engine_wall_s: float = 0.0
+    """Inside the engine's step function, the simulated device included."""
     reached: dict[str, int] = {}
     seen: dict[str, int] = {}
     """Histories that showed a finding, by the finding's slug."""

@@ -107,7 +107,7 @@ def prepare(name: str, progress: Callable[[str], releases.Progress] | None = Non
     if release is None:
         return Prepared(base, None, _environment(None))
     release = releases.canonical(release)
-    path = str(releases.ensure(release, progress(release) if progress else None))
+    path = str(releases.install(release, progress(release) if progress else None))
     return Prepared(f"{base}@{release}", path, _environment(path))
 
 

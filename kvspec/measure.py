@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvspec.errors import KvspecError
 from kvspec.ops import History
 from kvspec.search import SETTINGS, Suite, load_suite
 from kvspec.targets import load_target
@@ -82,4 +83,7 @@ def main(target_name: str, histories: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    except KvspecError as error:
+        sys.exit(f"Error: {error}")

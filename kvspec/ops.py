@@ -39,7 +39,7 @@ class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op
     pass
 
 
-class Add(_Op, frozen=True, tag="add"):
+class Add(_Op, frozen=True):
     """Add a request. Its prompt is ``shared`` tokens of the text ``trunk``, then ``tail`` tokens of the text
     ``branch``.
 
@@ -60,7 +60,7 @@ class Add(_Op, frozen=True, tag="add"):
     priority: int = 0
 
 
-class Step(_Op, frozen=True, tag="step"):
+class Step(_Op, frozen=True):
     """Let the engine make ``count`` steps (fewer if it goes idle), the device at the adversary's mercy."""
 
     count: int = 1
@@ -69,20 +69,20 @@ class Step(_Op, frozen=True, tag="step"):
     """The adversary's moves, if they are to be repeated instead of drawn from ``seed``."""
 
 
-class Abort(_Op, frozen=True, tag="abort"):
+class Abort(_Op, frozen=True):
     """The client goes away: between steps, or (``in_step``) after the next step's forward and before its update."""
 
     request: str
     in_step: bool = False
 
 
-class Finish(_Op, frozen=True, tag="finish"):
+class Finish(_Op, frozen=True):
     """The next token that the model samples for the request is the stop token."""
 
     request: str
 
 
-class Reset(_Op, frozen=True, tag="reset"):
+class Reset(_Op, frozen=True):
     """``reset_prefix_cache``, between steps."""
 
     running: bool = False
@@ -91,14 +91,14 @@ class Reset(_Op, frozen=True, tag="reset"):
     """Drop the connector's cache too."""
 
 
-class Advance(_Op, frozen=True, tag="advance"):
+class Advance(_Op, frozen=True):
     """Time passes on the device and in the ranks, but the engine makes no step."""
 
     seed: int = 0
     schedule: str | None = None
 
 
-class Settle(_Op, frozen=True, tag="settle"):
+class Settle(_Op, frozen=True):
     """Everything asynchronous completes, then the engine steps until it goes idle (at most ``count`` steps)."""
 
     count: int = 40

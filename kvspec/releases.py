@@ -189,11 +189,6 @@ def install(version: str, progress: Progress | None = None, *, force: bool = Fal
     return path(version)
 
 
-def ensure(version: str, progress: Progress | None = None) -> Path:
-    """Return the directory of a release; install it first if it is missing. Raises as ``install`` does."""
-    return install(version, progress)
-
-
 @_cache_errors()
 def path(version: str) -> Path:
     """Return the directory of an installed release, to be put first on ``PYTHONPATH``.

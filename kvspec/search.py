@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from msgspec.structs import replace
 
 import kvspec
 from kvspec.errors import KvspecError
@@ -40,7 +41,7 @@ from kvspec.events import (
 from kvspec.findings import Finding, Key, Record, now
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
-from kvspec.ops import History
+from kvspec.ops import EngineSetup, History
 
 if TYPE_CHECKING:
     from kvspec.world import Outcome, World
@@ -161,12 +162,16 @@ class Search:
         """Take one history; the machine calls this at its end."""
         self._count += 1
         keys = dict.fromkeys(map(self._key, outcome.violations))
-        self._new |= {key: world.history() for key in keys if key not in self._done_keys}
+        self._new |= {key: self._history(world) for key in keys if key not in self._done_keys}
         if self._count % RERUN_EVERY == 0:
-            self._reruns.append((world.history(), outcome.trace))
+            self._reruns.append((self._history(world), outcome.trace))
         self._tell_progress(outcome, keys)
         if self._new or self._enough():
             raise _RoundOver
+
+    def _history(self, world: "World") -> History:
+        """Return a history under the name that it was asked for by, which is what replays it."""
+        return replace(world.history(), target=self._job.target)
 
     def _enough(self) -> bool:
         maximum = self._job.histories_max
@@ -255,7 +260,7 @@ class Search:
             steps=outcome.steps,
             stores=outcome.stores,
             loads=outcome.loads,
-            engine_cpu_s=outcome.engine_seconds,
+            engine_wall_s=outcome.engine_seconds,
             reached=dict(outcome.reached),
             seen={key.slug: 1 for key in keys},
         )
@@ -287,7 +292,7 @@ def _own_suite(name: str) -> Suite:
     base = MACHINES[parse_target(name)[0]]
     machine = type(base.__name__, (base,), {"target": target})
     # The first engine imports as much as the target; the budget is for histories.
-    run_history(target, History(target=name, setup=target.default_setup(), ops=()))
+    run_history(target, History(target=name, setup=EngineSetup(), ops=()))
     return Suite(machine=machine, run=lambda history: run_history(target, history), events=EVENTS)
 
 

@@ -52,8 +52,12 @@ EVENTS = {
     "step without a forward": "a step had no tokens to compute",
 }
 
-LOADING = "WAITING_FOR_REMOTE_KVS"
-"""The status of a request whose load is in flight."""
+_ABORTS = {
+    "waiting": "abort while waiting",
+    "loading": "abort while loading",
+    "running": "abort while running",
+    "preempted": "abort of a preempted request",
+}
 
 STALL_STEPS = 12
 """Steps without any change after which an engine is said to be stuck: more than any batch queue is deep."""
@@ -153,7 +157,6 @@ class World:
             case Finish():
                 if self._engine.status(op.request):
                     self._engine.finish_next(op.request)
-                    self._reach("stop token")
             case Reset():
                 self._reset(op)
             case Advance():
@@ -181,9 +184,7 @@ class World:
         status = self._engine.status(op.request)
         if status is None:
             return
-        loading = status == LOADING
-        event = {"RUNNING": "abort while running", "PREEMPTED": "abort of a preempted request"}.get(status)
-        self._reach("abort while loading" if loading else event or "abort while waiting")
+        self._reach(_ABORTS[status])
         if op.in_step:
             self._reach("abort in step")
         self._engine.abort(op.request, op.in_step)
@@ -193,7 +194,7 @@ class World:
         if outstanding and op.connector:
             self._reach("reset with transfers in flight")
         self._reset_victims |= (
-            {name for name in self.live() if self._engine.status(name) == "RUNNING"} if op.running else set()
+            {name for name in self.live() if self._engine.status(name) == "running"} if op.running else set()
         )
         answer = self._engine.reset(op.running, op.connector)
         self._trace.update(repr(answer).encode())
@@ -336,6 +337,12 @@ class World:
             if self._first_report.setdefault(request, self._outcome.steps) != self._outcome.steps:
                 self._reach("rank skew")
 
+    def ended(self, request: str, stopped: bool) -> None:
+        if stopped:
+            self._reach("stop token")
+        if self._engine.blocks_in_stores()[0]:
+            self._reach("finish with stores in flight")
+
     def copied(self, block: CopiedBlock) -> None:
         gpu_refs, cpu_refs = self._engine.block_refs(block.gpu, block.cpu)
         if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu <= 0:
@@ -426,7 +433,7 @@ class World:
 
     def loading(self) -> list[str]:
         """Return those of the live requests that wait for a load."""
-        return [name for name in self.live() if self._engine.status(name) == LOADING]
+        return [name for name in self.live() if self._engine.status(name) == "loading"]
 
     def history(self) -> History:
         """Return what has happened, as data."""
@@ -467,7 +474,7 @@ class World:
         self._outcome.reached[event] += 1
 
     def _break(self, law: str, messages: Iterable[str], place: str = "", op: str = "") -> None:
-        """Note each message. ``op`` is given by what a device does: it may do it after the engine's step has returned."""
+        """Note each message. ``op``: given by what a device does, perhaps after the engine's step has returned."""
         for message in messages:
             self._note(law, message, place, op or self._kind)
 

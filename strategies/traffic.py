@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, Op, Reset, Settle, Step
 from kvspec.world import World
@@ -133,28 +134,13 @@ class Traffic:
 
     def _again(self, rng: random.Random) -> Op | None:
         """A prompt that was there before."""
-        if not self._adds:
-            return None
-        before = rng.choice(self._adds[-4:])
-        return self._keep(
-            Add(
-                self._name(),
-                shared=before.shared,
-                tail=before.tail,
-                max_tokens=before.max_tokens,
-                trunk=before.trunk,
-                branch=before.branch,
-                continues=before.continues,
-                salt=before.salt,
-            )
-        )
+        before = self._before(rng)
+        return before and self._keep(replace(before, request=self._name(), reads_cache=True, priority=0))
 
     def _onward(self, rng: random.Random) -> Op | None:
         """A prompt that begins with a whole conversation so far."""
-        if not self._adds:
-            return None
-        before = rng.choice(self._adds[-4:])
-        return self._keep(
+        before = self._before(rng)
+        return before and self._keep(
             Add(
                 self._name(),
                 continues=before.request,
@@ -163,6 +149,9 @@ class Traffic:
                 salt=before.salt,
             )
         )
+
+    def _before(self, rng: random.Random) -> Add | None:
+        return rng.choice(self._adds[-4:]) if self._adds else None
 
     def _abort(self, rng: random.Random) -> Op | None:
         """Abort a request; one that is loading, if there is one, every other time."""

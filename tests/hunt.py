@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvspec.laws import Violation
+from kvspec.search import SETTINGS
 from kvspec.targets import Target
 from strategies.simple import SimpleOffloadMachine
 
@@ -41,14 +42,7 @@ def hunt(target: Target, number: int, histories: int, until: str | None = None) 
             raise _Enough
 
     machine = type("Machine", (SimpleOffloadMachine,), {"target": target, "sink": staticmethod(ended)})
-    profile = settings(
-        database=None,
-        phases=[Phase.generate],
-        max_examples=histories,
-        stateful_step_count=8,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    profile = settings(SETTINGS, max_examples=histories, stateful_step_count=8)
     with suppress(_Enough):
         run_state_machine_as_test(seed(number)(machine), settings=profile)
     return catch

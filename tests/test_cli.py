@@ -32,7 +32,7 @@ def kvspec(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", [[], ["gate"], ["replay"], ["known"], ["release"]])
+@pytest.mark.parametrize("command", [[], ["gate"], ["replay"], ["measure"], ["known"], ["release"]])
 def test_help_teaches_with_examples(kvspec: Run, command: list[str]) -> None:
     status, output, _ = kvspec(*command, "--help")
     assert status == 0

@@ -115,6 +115,9 @@ def test_fail_fast_stops_at_the_first_finding(gate: Callable[..., tuple[int, str
     status, output = gate("bug,slow", "--fail-fast", "--budget", "60s")
     assert status == 1
     assert "interrupted" not in output
+    wall = re.search(r"^FINDING  toy:suite, seed 1, ([\d.]+) s$", output, re.MULTILINE)
+    assert wall
+    assert float(wall[1]) < 30
 
 
 def test_a_run_that_never_reaches_what_it_must_is_hollow(gate: Callable[..., tuple[int, str]]) -> None:
@@ -274,7 +277,6 @@ class Run:
         return bool(data)
 
 
-@pytest.mark.usefixtures("toy")
 def test_without_a_terminal_there_are_plain_lines(toy: Callable[[str], None]) -> None:
     toy("slow")
     run = Run("--budget", "1s", terminal=False)

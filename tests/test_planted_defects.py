@@ -27,7 +27,7 @@ def copy_ignores_the_compute_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DmaCopyBackend, "launch_copy", launch_copy)
 
 
-def second_load_of_a_request_raises(patch: pytest.MonkeyPatch) -> None:
+def loads_raise_at_their_end_from_the_second_on(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
 
     real = Manager._cleanup_load_request
@@ -40,7 +40,7 @@ def second_load_of_a_request_raises(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Manager, "_cleanup_load_request", cleanup)
 
 
-def store_plan_names_a_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
+def copies_name_a_source_beyond_its_pool(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.simple_kv_offload import copy_backend
 
     real = copy_backend.copy_blocks
@@ -51,7 +51,7 @@ def store_plan_names_a_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def store_plan_names_a_cpu_block_beyond_the_pool(patch: pytest.MonkeyPatch) -> None:
+def copies_name_a_destination_beyond_its_pool(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.simple_kv_offload import copy_backend
 
     real = copy_backend.copy_blocks
@@ -166,8 +166,8 @@ def removals_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 DEFECTS = {
     "SHADOW-1": copy_ignores_the_compute_event,
-    "CRASH-1": second_load_of_a_request_raises,
-    "DEVICE-1": store_plan_names_a_block_beyond_the_pool,
+    "CRASH-1": loads_raise_at_their_end_from_the_second_on,
+    "DEVICE-1": copies_name_a_source_beyond_its_pool,
     "PROGRESS-1": a_finished_load_is_forgotten,
     "LOAD-1": a_load_is_reported_twice,
     "CONSERVE-1": touch_leaves_a_block_in_the_free_queue,
@@ -192,7 +192,7 @@ def test_the_defect_breaks_its_law(law: str, target: Target, monkeypatch: pytest
 
 
 def test_a_copy_beyond_the_cpu_pool_is_caught_before_it_writes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    store_plan_names_a_cpu_block_beyond_the_pool(monkeypatch)
+    copies_name_a_destination_beyond_its_pool(monkeypatch)
     assert "DEVICE-1" in hunt(target, number=1, histories=HISTORIES, until="DEVICE-1").violations
 
 

@@ -214,7 +214,6 @@ def test_progress_goes_from_finding_to_all_bytes_unpacked(links: Path) -> None:
 def test_an_installed_release_is_returned_without_asking_pip(cached: Path) -> None:
     reports: list[Phase] = []
     assert releases.install(VERSION, lambda phase, *_: reports.append(phase)) == cached
-    assert releases.ensure(VERSION) == cached
     assert releases.path("v0.33.0") == cached
     assert reports == []
 
@@ -276,7 +275,6 @@ def test_the_cache_is_the_users_unless_the_environment_says_otherwise(
 def test_a_malformed_version_is_refused_by_everything_that_takes_one(links: Path, version: str) -> None:
     for function in (
         releases.install,
-        releases.ensure,
         releases.path,
         releases.verify,
         releases.remove,
@@ -652,7 +650,7 @@ def test_a_damaged_release_says_how_to_mend_it_and_is_mended_by_that(
     links: Path, quick_download: None, cached: Path, damage: Callable[[Path], object]
 ) -> None:
     damage(cached)
-    for function in (releases.path, releases.ensure, releases.install, releases.verify):
+    for function in (releases.path, releases.install, releases.verify):
         with pytest.raises(KvspecError, match=r"damaged \(.+\); run `kvspec release install --force 0\.33\.0`"):
             function(VERSION)
     build_wheel(links)

@@ -18,7 +18,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_TOKEN = re.compile(r"[a-z]\d+|[.+-]")
+MOVE = re.compile(r"[a-z]\d+|[.+-]")
+"""One move of a schedule."""
 
 
 class Actor(Protocol):
@@ -133,7 +134,7 @@ class RandomAdversary(Adversary):
 
 
 class PctAdversary(Adversary):
-    """Probabilistic concurrency testing: fixed priorities, changed at ``depth`` random points.
+    """Probabilistic concurrency testing: fixed priorities, but for about ``depth`` changes in ``horizon_ops`` ops.
 
     The enabled actor with the highest priority always runs; the host has a priority too, and actors below it
     run only while it is blocked. A bug that needs d ordering constraints is hit with a probability that falls
@@ -183,16 +184,16 @@ class ReplayAdversary(Adversary):
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
-        tokens = _TOKEN.findall(schedule)
-        if "".join(tokens) != schedule:
+        moves = MOVE.findall(schedule)
+        if "".join(moves) != schedule:
             raise ValueError(f"not a schedule: {schedule!r}; it is made of moves like 'c0', and of '.', '+' and '-'")
-        self._tokens = tokens[::-1]
+        self._prescribed = moves[::-1]
 
     def pick(self, enabled: Sequence[Actor]) -> Actor | None:
-        if not self._tokens:
+        if not self._prescribed:
             return None
-        token = self._tokens.pop()
-        return next((actor for actor in enabled if actor.code == token), None)
+        move = self._prescribed.pop()
+        return next((actor for actor in enabled if actor.code == move), None)
 
     def answer(self) -> bool:
-        return bool(self._tokens) and self._tokens.pop() == "+"
+        return bool(self._prescribed) and self._prescribed.pop() == "+"

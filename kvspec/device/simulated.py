@@ -154,7 +154,6 @@ class SimulatedStream:
 
     def enqueue(self, operation: _Operation) -> None:
         self._queue.append(operation)
-        self._device.operations_queued += 1
 
     def wait_event(self, event: SimulatedEvent) -> None:
         if event.marker is not None:
@@ -205,7 +204,6 @@ class SimulatedDevice:
         self.rank = rank
         self._pageable = pageable
         self.adversary = adversary
-        self.operations_queued = 0
         self.observers: list[Callable[[Executed], None]] = []
         self.actors = actors
         self._handles = count(0x1000)

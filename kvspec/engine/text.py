@@ -72,7 +72,7 @@ class Text:
 
     @classmethod
     def of_prompt(cls, request: str, prompt: list[int], context: int, origins: Origins) -> Text:
-        """Return the text of a new request. ``context`` stands for what isn't tokens but changes them: salt, LoRA."""
+        """Return the text of a new request. ``context`` stands for what isn't tokens but changes them: the salt."""
         text = cls(request, origins, prompt_tokens=len(prompt), _seed=mix(1, context))
         for token in prompt:
             text._append(token)

@@ -11,8 +11,8 @@ MOVES = (
 """What the letters of a schedule mean (see kvspec.device.adversary)."""
 
 
-def setup_in_words(setup: EngineSetup) -> str:
-    """Say a setup in one line: ``engine: 11 gpu blocks, 8 cpu blocks, …, async scheduling``."""
+def _setup_in_words(setup: EngineSetup) -> str:
+    """Say a setup in one line: ``engine: gpu blocks 11, cpu blocks 8, …, async scheduling``."""
     words = []
     for field in setup.__struct_fields__:
         value, name = getattr(setup, field), field.replace("_", " ")
@@ -31,7 +31,7 @@ def story(history: History, schedules: Sequence[str] = ()) -> list[str]:
     """
     prescribed = [getattr(op, "schedule", None) for op in history.ops]
     moves = list(schedules) or prescribed
-    lines = [setup_in_words(history.setup), f"adversary: {history.adversary}, seed {history.seed}"]
+    lines = [_setup_in_words(history.setup), f"adversary: {history.adversary}, seed {history.seed}"]
     if any(moves):
         lines.append(MOVES)
     for index, text in enumerate(

@@ -7,27 +7,23 @@ doesn't invent new ones, except that neighbouring steps are joined.
 Deterministic: which candidates are tried depends on the history and on the answers alone.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from kvspec.device.adversary import MOVE
 from kvspec.ops import History, Op, Step
 
-T = TypeVar("T")
 Candidates = Callable[[History], Iterator[History]]
-
-_MOVE = re.compile(r"[a-z]\d+|[.+-]")
-"""One move of a schedule string (see kvspec.device.adversary)."""
 
 
 def minimise(history: History, shows: Callable[[History], bool], spent: Callable[[], bool] = lambda: False) -> History:
     """Return the simplest history found for which ``shows`` is true; ``history`` itself must be one.
 
-    Before each candidate ``spent()`` is asked; once it is true, the best so far is returned. Requests are
-    renamed in any case.
+    Before each candidate ``spent()`` is asked; once it is true, the best so far is returned. In the end
+    requests are renamed, unless their names matter.
     """
     return _Search(history, shows, spent).run()
 
@@ -140,7 +136,7 @@ def _simpler_values(name: str, value: Any, default: Any) -> Iterator[Any]:
 
 
 def _shorter_schedules(schedule: str) -> Iterator[str]:
-    moves = _MOVE.findall(schedule)
+    moves = MOVE.findall(schedule)
     size = len(moves)
     while size:
         for end in range(len(moves), 0, -size):

@@ -4,7 +4,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, ElementTree, SubElement, indent
 
 from kvspec.errors import KvspecError
-from kvspec.events import Event, Reported, Verdict
+from kvspec.events import Event, Verdict
 from kvspec.report.terminal import VERDICTS, finding_lines, verdict_lines
 
 
@@ -45,16 +45,12 @@ def _suite(verdict: Verdict) -> Element:
     SubElement(run, "system-out").text = _printable(text)
     for reported in verdict.findings:
         told = "\n".join(line.plain for line in finding_lines(reported)).strip()
-        _tell(_case(suite, verdict, _name(reported)), "failure", reported.finding.record.message, told)
+        _tell(_case(suite, verdict, reported.finding.key.slug), "failure", reported.finding.record.message, told)
     for reported in verdict.known:
         assert reported.issue is not None
         message = f"known issue {reported.issue.reference}: {reported.issue.title}"
         _tell(_case(suite, verdict, reported.issue.id), "skipped", message, "")
     return suite
-
-
-def _name(reported: Reported) -> str:
-    return reported.finding.key.slug
 
 
 def _case(suite: Element, verdict: Verdict, name: str, time_s: float = 0.0) -> Element:

@@ -188,8 +188,8 @@ def _count_lines(verdict: Verdict) -> Iterator[str]:
         f"{total.histories} histories, {total.steps} engine steps, "
         f"{total.stores} blocks stored, {total.loads} loaded; {total.reruns} histories run twice"
     )
-    if total.steps and total.engine_cpu_s:
-        yield f"{1000 * total.engine_cpu_s / total.steps:.2f} CPU-ms of the engine per step"
+    if total.steps and total.engine_wall_s:
+        yield f"{1000 * total.engine_wall_s / total.steps:.2f} ms per engine step, the simulated device included"
     reached = sorted(total.reached.items(), key=lambda item: -item[1])
     yield "events reached: " + (", ".join(f"{name} {count}" for name, count in reached) or "none")
 

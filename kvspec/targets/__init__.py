@@ -56,6 +56,9 @@ class Probe(Protocol):
     def loaded(self, rank: int, requests: Iterable[str]) -> None:
         """A rank reports loads as finished."""
 
+    def ended(self, request: str, stopped: bool) -> None:
+        """A request has sampled its last token, which was the stop token or not."""
+
     def copied(self, block: CopiedBlock) -> None:
         """A block copy has executed."""
 
@@ -82,13 +85,13 @@ class Engine(Protocol):
     def set_adversary(self, adversary: Adversary) -> None: ...
     def add(self, op: Add, prompt: list[int], arrival: int) -> None: ...
     def said(self, request: str) -> list[int] | None: ...
-    def status(self, request: str) -> str | None: ...
+    def status(self, request: str) -> str | None:
+        """Return ``waiting``, ``loading``, ``running`` or ``preempted``, or None for a request that is gone."""
+
     def finish_next(self, request: str) -> None: ...
     def abort(self, request: str, in_step: bool) -> None: ...
     def reset(self, running: bool, connector: bool) -> ResetAnswer: ...
     def has_work(self) -> bool: ...
-    def has_requests(self) -> bool: ...
-    def in_flight(self) -> int: ...
     def step(self) -> bool: ...
     def last_batch(self) -> Batch | None: ...
     def device_pending(self) -> bool: ...
@@ -123,9 +126,6 @@ class Target(Protocol):
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> Engine:
         """Start a fresh engine."""
 
-    def default_setup(self) -> EngineSetup:
-        """Return the simplest setup."""
-
 
 TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
@@ -140,7 +140,10 @@ def parse_target(name: str) -> tuple[str, str | None]:
     target, at, release = name.partition("@")
     if target not in TARGETS:
         known = ", ".join(sorted(TARGETS))
-        raise KvspecError(f"{name!r} is no target; known ones: {known}; add @RELEASE for a published release")
+        raise KvspecError(
+            f"{name!r} is no target; known ones: {known} (add @RELEASE for a published "
+            "release), or package.module:suite for one of your own"
+        )
     if at and not release:
         raise KvspecError(
             f"{name!r} has no release after '@'; try {target}@0.33.0, or {target} for the importable vLLM"

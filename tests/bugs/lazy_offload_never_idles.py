@@ -8,7 +8,7 @@ idle: it spins, and evicts its CPU tier round and round.
 
 from plain_vllm import Engine
 
-engine = Engine(gpu_blocks=11, cpu_blocks=7, step_tokens=6, lazy=True, asynchronous=False)
+engine = Engine(gpu_blocks=11, cpu_blocks=7, step_tokens=6, lazy=True)
 engine.add("a", list(range(100, 108)), max_tokens=9)  # 4 full blocks
 engine.add("b", list(range(200, 211)), max_tokens=2)  # 3 full blocks; 7 in all, for 6 usable CPU blocks
 steps = stored = 0

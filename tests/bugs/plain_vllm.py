@@ -1,6 +1,6 @@
 """A scheduler with SimpleCPUOffloadConnector and a worker whose transfers end by the next step: vLLM and nothing else.
 
-The scripts beside this file use it to show a finding without kvspec. Run one with a vLLM on the path:
+A script beside this file uses it to show a finding without kvspec. Run it with a vLLM on the path:
 
     PYTHONPATH=$(kvspec release path 0.33.0) python tests/bugs/SCRIPT.py
 """
@@ -17,7 +17,6 @@ import vllm.config as config
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -44,7 +43,7 @@ MODEL = {
 class Engine:
     """Synchronous steps: schedule, report what the step before has transferred, update."""
 
-    def __init__(self, gpu_blocks, cpu_blocks, step_tokens=64, lazy=False, asynchronous=False, policy="fcfs"):
+    def __init__(self, gpu_blocks, cpu_blocks, step_tokens, lazy):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
             self.config = config.VllmConfig(
@@ -63,8 +62,7 @@ class Engine:
                     max_num_seqs=4,
                     is_encoder_decoder=False,
                     enable_chunked_prefill=True,
-                    async_scheduling=asynchronous,
-                    policy=policy,
+                    async_scheduling=False,
                 ),
                 kv_transfer_config=config.KVTransferConfig(
                     kv_connector="SimpleCPUOffloadConnector",
@@ -85,7 +83,7 @@ class Engine:
             tensor = KVCacheTensor(size=size, shared_by=["layer"])
         cache = KVCacheConfig(gpu_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
-        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+        self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -95,7 +93,6 @@ class Engine:
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(hash_block_size, hash_function)
-        self.connector = self.scheduler.connector.scheduler_manager
         self.requests = {}
         self.in_flight = None
 

@@ -6,16 +6,17 @@ finished, and a store reported, with the output of the step that planned it; sam
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from kvspec.device.adversary import FairAdversary
 from kvspec.engine.executor import StepFuture
 from kvspec.engine.text import FIRST_WORD, words
-from kvspec.ops import Abort, Add, History, Reset, Settle, Step
+from kvspec.ops import Abort, Add, History, Op, Reset, Settle, Step
 from kvspec.targets.vllm import simple
 from kvspec.targets.vllm.engine import VllmEngine
 
-STEPS_MAX = 60
+STEPS_MAX = 2000
 
 
 class InstantExecutor:
@@ -61,50 +62,69 @@ class InstantExecutor:
 def run_instantly(history: History) -> int:
     """Let a history happen on an engine without a device; return the engine steps.
 
-    Stop tokens and idle time are left out.
+    Stop tokens are left out, and time that passes on the device doesn't exist.
     """
-    setup = history.setup
-    vllm = VllmEngine(
-        setup, simple.CONNECTOR, simple.connector_config(setup), FairAdversary(), lambda _: None, lambda *_: None
-    )
-    executor = vllm.core.model_executor = InstantExecutor(vllm.scheduler, setup.ranks)
-    assert executor is not None
-    longest = (setup.gpu_blocks - 1) * setup.block_size
-    prompts: dict[str, list[int]] = {}
-    steps = 0
-
-    def step(count: int) -> None:
-        nonlocal steps
-        while count > 0 and vllm.has_work():
-            vllm.step()
-            steps += 1
-            count -= 1
-
+    engine = _InstantEngine(history)
     for op in history.ops:
+        engine.apply(op)
+    while engine.requests and engine.steps < STEPS_MAX:
+        engine.step(1)
+    return engine.steps
+
+
+class _InstantEngine:
+    """What a World does with an op, without watching."""
+
+    def __init__(self, history: History) -> None:
+        setup = history.setup
+        self._vllm = VllmEngine(
+            setup, simple.CONNECTOR, simple.connector_config(setup), FairAdversary(), lambda _: None, lambda *_: None
+        )
+        self._vllm.core.model_executor = InstantExecutor(self._vllm.scheduler, setup.ranks)
+        self._longest = (setup.gpu_blocks - 1) * setup.block_size
+        self._added: dict[str, Any] = {}
+        self.requests: dict[str, Any] = self._vllm.scheduler.requests
+        self.steps = 0
+
+    def apply(self, op: Op) -> None:
         match op:
             case Add():
-                start = prompts.get(op.continues) if op.continues else words(op.trunk, 0, op.shared)
-                prompt = (start or []) + words(1000 + op.branch, 0, op.tail)
-                if prompt and op.request not in prompts and len(prompt) + op.max_tokens <= longest:
-                    prompts[op.request] = prompt
-                    vllm.core.add_request(
-                        vllm.new_request(
-                            op.request,
-                            prompt,
-                            max_tokens=op.max_tokens,
-                            salt=op.salt,
-                            reads_cache=op.reads_cache,
-                            priority=op.priority,
-                            arrival=len(prompts),
-                        )
-                    )
+                self._add(op)
             case Step() | Settle():
-                step(op.count)
-            case Abort() if op.request in vllm.scheduler.requests:
-                vllm.core.abort_requests([op.request])
-            case Reset() if not op.connector and not op.running:
-                vllm.scheduler.reset_prefix_cache()
+                self.step(op.count)
+            case Abort() if op.request in self.requests:
+                self._vllm.core.abort_requests([op.request])
+            case Reset():
+                # A refusal, or up to 0.23 no such thing as a reset of the connector: as documented.
+                with suppress(RuntimeError, NotImplementedError):
+                    self._vllm.scheduler.reset_prefix_cache(op.running, op.connector)
             case _:
                 pass
-    step(STEPS_MAX)
-    return steps
+
+    def step(self, count: int) -> None:
+        while count > 0 and self._vllm.has_work():
+            self._vllm.step()
+            self.steps += 1
+            count -= 1
+
+    def _add(self, op: Add) -> None:
+        tail = words(1000 + op.branch, 0, op.tail)
+        if op.continues is None:
+            prompt = words(op.trunk, 0, op.shared) + tail
+        elif op.continues in self._added:
+            prompt = list(self._added[op.continues].all_token_ids) + tail
+        else:
+            return
+        if not prompt or op.request in self._added or len(prompt) + op.max_tokens > self._longest:
+            return
+        request = self._vllm.new_request(
+            op.request,
+            prompt,
+            max_tokens=op.max_tokens,
+            salt=op.salt,
+            reads_cache=op.reads_cache,
+            priority=op.priority,
+            arrival=len(self._added),
+        )
+        self._added[op.request] = request
+        self._vllm.core.add_request(request)

@@ -24,6 +24,8 @@ from kvspec.targets.vllm.engine import VllmEngine
 
 CONNECTOR = "SimpleCPUOffloadConnector"
 
+_STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
+
 
 def connector_config(setup: EngineSetup) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` that gives every rank ``setup.cpu_blocks`` CPU blocks."""
@@ -67,9 +69,6 @@ class SimpleOffloadTarget:
 
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> SimpleOffloadEngine:
         return SimpleOffloadEngine(setup, adversary, probe)
-
-    def default_setup(self) -> EngineSetup:
-        return EngineSetup()
 
 
 class SimpleOffloadEngine:
@@ -232,7 +231,7 @@ class SimpleOffloadEngine:
 
     def status(self, request: str) -> str | None:
         found = self._scheduler.requests.get(request)
-        return None if found is None else found.status.name
+        return None if found is None else _STATUS.get(found.status.name, "waiting")
 
     def finish_next(self, request: str) -> None:
         self._vllm.texts[request].stop_next = True
@@ -258,17 +257,13 @@ class SimpleOffloadEngine:
     def has_work(self) -> bool:
         return self._vllm.has_work()
 
-    def has_requests(self) -> bool:
-        return bool(self._scheduler.has_requests())
-
-    def in_flight(self) -> int:
-        return len(self._vllm.core.batch_queue or ())
-
     def step(self) -> bool:
         outputs, ran = self._vllm.step()
         for client in (outputs or {}).values():
             for output in client.outputs:
                 self._received[output.request_id] += len(output.new_token_ids)
+                if output.finish_reason is not None and output.new_token_ids:
+                    self._probe.ended(output.request_id, output.finish_reason.name == "STOP")
         return bool(ran)
 
     # Seeing -----------------------------------------------------------------------------------------------------------
