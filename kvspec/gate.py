@@ -330,6 +330,8 @@ class Workers:
         said = False
         for job in jobs:
             self._workers.append(_Worker(job, self._environment, Path(self.directory) / f"{job.job}.log"))
+        if self._stopping:  # a signal came while one was starting, when it wasn't in the list
+            self.stop()
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.pipe, selectors.EVENT_READ, worker)

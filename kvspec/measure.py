@@ -8,6 +8,7 @@ seconds.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvspec.ops import History
 from kvspec.search import SETTINGS, Suite, load_suite
 from kvspec.targets import load_target
 from kvspec.targets.vllm.instant import run_instantly
+from kvspec.worker import freeze_imports
 from kvspec.world import Outcome, World, run_history
 
 WARM_UP_HISTORIES = 20
@@ -45,6 +47,7 @@ def measure(target_name: str, histories: int, number: int) -> list[Cost]:
     suite = load_suite(target_name)
     target = load_target(target_name)
     _machine(suite, WARM_UP_HISTORIES, number + 1)
+    freeze_imports()
     made, cpu_s = _machine(suite, histories, number)
     costs = [Cost("machine: Hypothesis, device, shadow attention, laws", cpu_s, sum(o.steps for _, o in made))]
     started = time.process_time()
@@ -87,3 +90,5 @@ if __name__ == "__main__":
         main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     except KvspecError as error:
         sys.exit(f"Error: {error}")
+    sys.stdout.flush()
+    os._exit(0)

@@ -6,6 +6,8 @@ history gave them; an op on a request that isn't there (any more) does nothing, 
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 
@@ -108,6 +110,9 @@ Op = Add | Step | Abort | Finish | Reset | Advance | Settle
 
 HISTORY_FORMAT = 1
 
+SCHEDULE = re.compile(r"(?:[a-z]\d+|[.+-])*")
+ADVERSARY = re.compile(r"fair|random|pct:\d+")
+
 
 class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happened to one engine, from its start until it has nothing left to do. Enough to let it happen again."""
@@ -134,9 +139,18 @@ def history_from_json(data: bytes) -> History:
         version = msgspec.json.decode(data, type=_Versioned).format
         if version != HISTORY_FORMAT:
             raise ValueError(f"history format {version}; this kvspec reads format {HISTORY_FORMAT}")
-        return msgspec.json.decode(data, type=History)
+        history = msgspec.json.decode(data, type=History)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a history: {error}") from error
+    for i, op in enumerate(history.ops):
+        schedule = getattr(op, "schedule", None)
+        if schedule and not SCHEDULE.fullmatch(schedule):
+            raise ValueError(
+                f"op {i}: {schedule!r} is no schedule; it is made of moves like 'c0', and of '.', '+' and '-'"
+            )
+    if not ADVERSARY.fullmatch(history.adversary):
+        raise ValueError(f"{history.adversary!r} is no adversary; there are fair, random and pct:D (D change points)")
+    return history
 
 
 class _Versioned(msgspec.Struct):

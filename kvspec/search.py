@@ -13,10 +13,10 @@ names in ``REQUIRED`` the events without which a run is hollow; ``strategies.sim
 import hashlib
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from msgspec.structs import replace
+from packaging.version import InvalidVersion, Version
 
 import kvspec
 from kvspec.errors import KvspecError
@@ -77,7 +78,7 @@ class Suite:
     run: Callable[[History], "Outcome"]
     events: Mapping[str, str] = field(default_factory=dict)
     """A sentence for each named event."""
-    rules_max: int = 10
+    rules_max: int = 6
     """Rules of the machine that one history runs, at most."""
 
 
@@ -90,11 +91,12 @@ def load_suite(target: str) -> Suite:
 
 
 def implementation_version(target: str) -> str:
-    """Return the release that was named, or the version of the vLLM that is importable, or nothing."""
+    """Return the release that was named, or what the vLLM that is imported says of itself, or nothing."""
     named = target.partition("@")[2]
+    said = named or str(getattr(sys.modules.get("vllm"), "__version__", ""))
     try:
-        return named or version("vllm")
-    except PackageNotFoundError:
+        return str(Version(said))
+    except InvalidVersion:  # "dev": a checkout that was never built
         return ""
 
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from kvspec import laws
 from kvspec.device.adversary import Adversary, FairAdversary, PctAdversary, RandomAdversary, ReplayAdversary
-from kvspec.device.simulated import DeviceFault
+from kvspec.device.simulated import DeviceFault, SimulatedEvent, SimulatedStream
 from kvspec.engine.shadow import ShadowMismatch
 from kvspec.engine.text import words
+from kvspec.errors import KvspecError
 from kvspec.laws import Violation
 from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, History, Op, Reset, Settle, Step
 from kvspec.targets import CopiedBlock, Engine, Plan, Target
@@ -190,7 +191,7 @@ class World:
         self._engine.abort(op.request, op.in_step)
 
     def _reset(self, op: Reset) -> None:
-        outstanding = self._engine.transfers_outstanding()
+        outstanding, queued = self._engine.transfers_outstanding(), self._engine.stores_queued()
         if outstanding and op.connector:
             self._reach("reset with transfers in flight")
         self._reset_victims |= (
@@ -198,7 +199,7 @@ class World:
         )
         answer = self._engine.reset(op.running, op.connector)
         self._trace.update(repr(answer).encode())
-        if answer.connector_refused and not outstanding:
+        if answer.connector_refused and not (outstanding or queued):
             self._break(
                 laws.REFUSE,
                 ["the connector refuses to drop its cache, and no transfer is queued or in flight"],
@@ -499,6 +500,8 @@ class World:
         except DeviceFault as fault:
             self._die(laws.DEVICE, str(fault), self._innermost_frame(fault) or "")
         except Exception as error:
+            if missing := _not_simulated(error):
+                raise KvspecError(missing) from error
             frame = self._innermost_frame(error)
             if frame is None:
                 raise
@@ -514,6 +517,17 @@ class World:
             if frame.filename.startswith(_OWN_FILES) and not isinstance(error, DeviceFault):
                 return None
         return None
+
+
+def _not_simulated(error: Exception) -> str | None:
+    """Say what the target asked of CUDA that the device doesn't have, if that is what the error is about."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, SimulatedEvent | SimulatedStream):
+        kind = "events" if isinstance(error.obj, SimulatedEvent) else "streams"
+        return f"The target calls {error.name!r} of CUDA {kind}, which the simulated device doesn't have yet."
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if "/torch/cuda/" in where.filename.replace("\\", "/"):
+        return f"The target calls CUDA in a way that the simulated device doesn't have yet: {where.name} raised {error}"
+    return None
 
 
 def run_history(target: Target, history: History) -> Outcome:

@@ -25,7 +25,7 @@ def setups() -> st.SearchStrategy[EngineSetup]:
         running_max=st.sampled_from([2, 4]),
         async_scheduling=st.booleans(),
         runner_v2=st.booleans(),
-        ranks=st.sampled_from([1, 1, 2]),
+        ranks=st.sampled_from([1, 1, 1, 2]),
         lazy=st.sampled_from([False, False, False, True]),
         events=st.booleans(),
         priority=st.sampled_from([False, False, True]),

@@ -37,7 +37,7 @@ PROMPTS = (
 """(tokens of a shared text, tokens of its own): below, at and above block edges."""
 OUTPUTS = (1, 1, 2, 5, 9)
 STEPS = (1, 1, 1, 2, 3, 5, 8)
-OPS_PER_BURST = 7
+OPS_PER_BURST = 12
 
 
 @dataclass(frozen=True)

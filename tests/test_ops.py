@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec.ops import (
+    ADVERSARY,
     HISTORY_FORMAT,
+    SCHEDULE,
     Abort,
     Add,
     Advance,
@@ -40,10 +42,15 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+SCHEDULES = st.none() | st.from_regex(SCHEDULE, fullmatch=True)
+"""The one field whose text has a form of its own."""
+
+
 def drawn(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Any value of any field; a type of field that is new in the vocabulary has to be added to FIELDS."""
     fields = msgspec.structs.fields(kind)
-    return st.builds(kind, **{field.name: FIELDS[field.type] for field in fields})
+    values = {field.name: SCHEDULES if field.name == "schedule" else FIELDS[field.type] for field in fields}
+    return st.builds(kind, **values)
 
 
 ANY_OP: st.SearchStrategy[Op] = st.one_of(*(drawn(kind) for kind in OPS))
@@ -52,7 +59,7 @@ ANY_HISTORY = st.builds(
     target=NAMES,
     setup=drawn(EngineSetup),
     ops=st.lists(ANY_OP, max_size=8).map(tuple),
-    adversary=NAMES,
+    adversary=st.from_regex(ADVERSARY, fullmatch=True),
     seed=COUNTS,
 )
 
@@ -73,6 +80,21 @@ def refusal(data: object) -> str:
     with pytest.raises(ValueError, match=r"^(not a history: |history format )") as refused:
         history_from_json(data if isinstance(data, bytes) else json.dumps(data).encode())
     return str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", ["hello world", "c", "0c", "c0 ", "C0"])
+def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
+    data = as_data(Step(schedule="c0."))
+    data["ops"][0]["schedule"] = schedule
+    with pytest.raises(ValueError, match=r"op 0: .* is no schedule"):
+        history_from_json(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("adversary", ["unfair", "pct", "pct:x", ""])
+def test_an_adversary_that_there_is_not_is_refused(adversary: str) -> None:
+    data = as_data(Add("a"), adversary="fair") | {"adversary": adversary}
+    with pytest.raises(ValueError, match="is no adversary"):
+        history_from_json(json.dumps(data).encode())
 
 
 # There and back -------------------------------------------------------------------------------------------------------
@@ -136,7 +158,7 @@ def test_an_unknown_field_is_refused_by_name_and_place(path: tuple[Any, ...], pl
     assert place in message or not place
 
 
-WRONG = {int: [3], str: ["x"], bool: [True], None: [None], "never": [[], {}, 1.5]}
+WRONG = {int: [3], str: ["c0"], bool: [True], None: [None], "never": [[], {}, 1.5]}
 TAKES = {int: {int}, str: {str}, bool: {bool}, str | None: {str, None}}
 
 

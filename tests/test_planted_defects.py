@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hunt import hunt
 
+from kvspec.errors import KvspecError
 from kvspec.known import known_as, load_known
 from kvspec.laws import LAWS
 from kvspec.search import implementation_version, violation_key
@@ -205,3 +206,28 @@ def test_the_clean_target_breaks_no_law(target: Target) -> None:
     ]
     assert not new
     assert catch.histories == HISTORIES
+
+
+def test_a_reset_that_waits_for_queued_stores_is_no_finding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager.reset
+    monkeypatch.setattr(Manager, "reset", lambda self: False if self._pending_finished_stores else real(self))
+    assert "REFUSE-1" not in hunt(target, number=8, histories=HISTORIES).violations
+
+
+def test_cuda_that_is_not_simulated_is_not_called_a_bug_of_the_target(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.v1.simple_kv_offload import copy_backend
+
+    real = copy_backend.copy_blocks
+
+    def copy_blocks(*args: Any) -> None:
+        torch.cuda.nvtx.range_push("copy")
+        real(*args)
+
+    monkeypatch.setattr(copy_backend, "copy_blocks", copy_blocks)
+    with pytest.raises(KvspecError, match="the simulated device doesn't have yet"):
+        hunt(target, number=1, histories=20)

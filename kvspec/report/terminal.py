@@ -150,7 +150,8 @@ def finding_lines(reported: Reported) -> Iterator[Text]:
 
 def _history_lines(finding: Finding) -> Iterator[str]:
     ops, ops_original = len(finding.history.ops), len(finding.original.ops)
-    yield f"shortest history, {ops} op{'s' * (ops != 1)} (first seen with {ops_original}):"
+    how = "shortest history" if ops < ops_original else "history, not shortened"
+    yield f"{how}, {ops} op{'s' * (ops != 1)} (first seen with {ops_original}):"
     yield from (f"  {line}" for line in finding.story())
 
 

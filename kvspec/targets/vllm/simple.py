@@ -133,8 +133,10 @@ class SimpleOffloadEngine:
         def update_connector_output(output: Any) -> None:
             complete(output)
             self._loads_due.difference_update(output.finished_recving or ())
-            events = getattr(output.kv_connector_worker_meta, "completed_store_events", {})
-            self._stores_due -= Counter(events)
+            for event, ranks in getattr(output.kv_connector_worker_meta, "completed_store_events", {}).items():
+                self._stores_due[event] -= ranks
+                if self._stores_due[event] <= 0:
+                    del self._stores_due[event]
 
         def reset_cache() -> Any:
             self._reset_answer = reset()
@@ -275,10 +277,13 @@ class SimpleOffloadEngine:
         return self._vllm.device_pending()
 
     def transfers_outstanding(self) -> bool:
-        return bool(self._loads_due or +self._stores_due)
+        return bool(self._loads_due or self._stores_due)
+
+    def stores_queued(self) -> bool:
+        return bool(getattr(self._manager, "_pending_finished_stores", ()))  # 0.30 and later
 
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
-        plans = [self._store_blocks[event] for event in +self._stores_due]
+        plans = [self._store_blocks[event] for event in self._stores_due]
         return {block for gpu, _ in plans for block in gpu}, {block for _, cpu in plans for block in cpu}
 
     def pools(self) -> tuple[PoolView, PoolView]:
@@ -378,5 +383,5 @@ def _plan(output: Any, metadata: Any) -> Plan:
         new_blocks=new_blocks,
         stores=len(metadata.store_gpu_blocks),
         loads=len(metadata.load_gpu_blocks),
-        trace=f"{output.num_scheduled_tokens}{new_blocks}{metadata!r}",
+        trace=f"{output.num_scheduled_tokens}{new_blocks}{list(vars(metadata).values())}",
     )
