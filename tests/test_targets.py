@@ -124,9 +124,10 @@ def test_the_originals_are_back_even_if_the_engine_does_not_start(
         raise ValueError("planted")
 
     monkeypatch.setattr(Scheduler, "__init__", fail)
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ValueError, match="planted") as raised:
         World(target, EngineSetup())
     assert watch.changed() == set()
+    assert raised.tb, "as long as the world can be reached, nothing is put back by the garbage collector"
     assert cuda_names.use(None) is None
 
 
@@ -137,9 +138,10 @@ def test_the_originals_are_back_even_if_the_device_does_not_start(
         raise ValueError("planted")
 
     monkeypatch.setattr(SimulatedDevice, "__init__", fail)
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ValueError, match="planted") as raised:
         World(target, EngineSetup())
     assert watch.changed() == set()
+    assert raised.tb, "as long as the world can be reached, nothing is put back by the garbage collector"
 
 
 def test_the_originals_are_back_even_if_a_check_of_kvspec_fails_at_the_end(

@@ -458,7 +458,7 @@ SCENARIOS = {
     "what was stored is loaded after the GPU has lost it": Scenario(
         (*STORED, AGAIN, Settle()),
         {"store": 1, "reset": 1, "load": 1, "load finished": 1, "idle": 3},
-        never=frozenset({"partial hit", "CPU eviction", "connector reset"}),
+        never=frozenset({"partial hit", "CPU eviction", "connector reset", "stop token"}),
         stores=4,
         loads=4,
     ),
