@@ -39,7 +39,7 @@ def run_pytest(*arguments: str) -> tuple[int, str]:
 
 def machines(*arguments: str) -> tuple[int, str]:
     options = ["--kvspec-target", "toy:suite", "--kvspec-seed", "1", "-m", "machine"]
-    budget = [] if "--kvspec-budget" in arguments else ["--kvspec-budget", "2s"]
+    budget = [] if "--kvspec-budget" in arguments else ["--kvspec-budget", "6s"]
     return run_pytest(str(MACHINES), *options, *budget, *arguments)
 
 
@@ -86,7 +86,7 @@ def test_xdists_workers_have_a_shard_each(toy: Toy) -> None:
     assert status == 0, output
     assert "[gw0]" in output
     assert "[gw1]" in output
-    assert "kvspec: toy:suite, 2 s per machine, seed 1" in output
+    assert "kvspec: toy:suite, 6 s per machine, seed 1" in output
     assert "PASS  toy:suite, seed 1" in output
 
 
