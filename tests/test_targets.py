@@ -218,7 +218,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
         Sentinel(store_event=-1, store_gpu_blocks=[], store_cpu_blocks=[], load_gpu_blocks=[]),
     ),
     "update_connector_output": ((Sentinel(finished_recving=None, kv_connector_worker_meta=None),), None),
-    "reset_cache": ((), False),
+    "reset_cache": ((), None),
     "take_events": ((), [Sentinel(medium="CPU", block_hashes=[], group_idx=0)]),
 }
 """The connector's own methods that are wrapped: arguments, and what the real one answers."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvspec import world as world_module
+from kvspec.engine.rank import RunnerV1, RunnerV2
 from kvspec.engine.shadow import RunnerState
 from kvspec.history.minimise import pinned
 from kvspec.ops import (
@@ -158,8 +160,18 @@ def test_traces_tell_histories_apart(target: Target) -> None:
         (a, Step(schedule="c0"), Settle()),
         (a, Step(schedule="c0c0"), Settle()),
     ]
-    traces = {play(target, EngineSetup(), *ops).trace for ops in histories}
-    assert len(traces) == len(histories)
+    traces = [play(target, EngineSetup(), *ops).trace for ops in histories]
+    traces.append(play(target, EngineSetup(cpu_blocks=4), *start).trace)  # a block less is stored
+    assert len(set(traces)) == len(traces)
+
+
+def test_a_schedule_is_for_its_own_op_and_then_the_adversary_goes_on(target: Target) -> None:
+    long = Add("a", shared=8, tail=1, max_tokens=4)
+    outcome = play(target, EngineSetup(), long, Step(schedule=HOST_FIRST), Step(), adversary="fair")
+    _, written, drawn, _ = outcome.schedules
+    assert "." in written
+    assert drawn, "the device has moved"
+    assert "." not in drawn, "with the fair adversary it never waits for the host"
 
 
 @pytest.mark.parametrize("name", ["", "unfair", "pct", "pct:", "pct:-1", "pct:x", "fair:1", "random:"])
@@ -647,6 +659,75 @@ def in_short(setup: EngineSetup) -> str:
             "lazy" if setup.lazy else "eager",
         ]
     )
+
+
+@pytest.fixture
+def world(target: Target) -> Iterator[Callable[..., World]]:
+    """Make worlds in which a few ops have happened, to be looked into; they finish with the test."""
+    with ExitStack() as stack:
+
+        def make(setup: EngineSetup, *ops: Op) -> World:
+            made = World(target, setup, "fair")
+            stack.callback(made.finish)
+            apply_all(made, *ops)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids=in_short)
+def test_the_engine_is_made_of_what_the_setup_says(world: Callable[..., World], setup: EngineSetup) -> None:
+    engine: Any = world(setup)._engine
+    assert (engine._vllm.core.batch_queue is not None) == setup.async_scheduling
+    assert isinstance(engine._vllm.executor._runner, RunnerV2 if setup.runner_v2 else RunnerV1)
+    assert len(engine._vllm.ranks) == setup.ranks
+    assert engine._manager._lazy_mode == setup.lazy
+    assert [len(pool.refs) for pool in engine.pools()] == [setup.gpu_blocks, setup.cpu_blocks]
+
+
+@pytest.mark.parametrize(
+    ("setup", "rows"),
+    [
+        (EngineSetup(), [("a", 0, 9), ("b", 0, 7)]),
+        (EngineSetup(step_tokens=10), [("a", 0, 9), ("b", 0, 1)]),
+        (EngineSetup(step_tokens=6), [("a", 0, 6)]),
+        (EngineSetup(running_max=1), [("a", 0, 9)]),
+        (EngineSetup(running_max=1, priority=True), [("b", 0, 9)]),
+    ],
+    ids=["plain", "10 tokens", "6 tokens", "one at once", "by priority"],
+)
+def test_a_step_is_as_large_as_the_setup_says_and_begins_with_whom_it_says(
+    world: Callable[..., World], setup: EngineSetup, rows: list[tuple[str, int, int]]
+) -> None:
+    """Step budget, requests at once, and the policy."""
+    first, second = Add("a", shared=8, priority=1), Add("b", trunk=1, shared=8, priority=0)
+    batch = world(setup, first, second, Step())._engine.last_batch()
+    assert batch is not None
+    assert [tuple(row) for row in batch.rows] == rows
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["sync", "async"])
+def test_a_request_has_said_what_its_client_has_received(world: Callable[..., World], deep: bool) -> None:
+    """With two steps in flight, a token is delivered a step after it was sampled."""
+    made = world(EngineSetup(async_scheduling=deep), Add("a", shared=8, tail=1, max_tokens=4))
+    said: list[int] = []
+    for _ in range(3):
+        made.apply(Step())
+        tokens = made._engine.said("a")
+        assert tokens is not None
+        said.append(len(tokens))
+    assert said == ([9, 10, 11] if deep else [10, 11, 12])
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_abort_takes_effect_at_once_or_in_the_next_step(world: Callable[..., World], in_step: bool) -> None:
+    made = world(EngineSetup(), Add("a", shared=8, max_tokens=4), Step(), Abort("a", in_step=in_step))
+    assert made.live() == (["a"] if in_step else [])
+    made.apply(Step())
+    assert made.live() == []
+    batch = made._engine.last_batch()
+    assert batch is not None
+    assert bool(batch.rows) == in_step, "in a step, the forward has run when the abort arrives"
 
 
 @pytest.mark.parametrize("setup", ALL_SETUPS, ids=in_short)
