@@ -1,0 +1,72 @@
+"""The executable specification of block allocation, prefix caching and context parallelism.
+
+To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
+``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``cache`` (what a request finds, takes
+and gives back), ``profile`` (what differs between releases). Each rule is a *clause* with an id; ``clauses.CLAUSES``
+has them all.
+
+It is pure Python and can be used as a fake of vLLM's ``KVCacheManager`` in unit tests of a scheduler or a connector:
+
+>>> from kvspec.model import CacheManager, Group, Kind, Request, profile_for
+>>> cache = CacheManager([Group(Kind.FULL, block_tokens=4)], num_blocks=10, profile=profile_for("0.33.0"))
+>>> first = Request("first", cache.text(range(10)), prompt_tokens=10)
+>>> cache.allocate(first, new_tokens=10)
+([1, 2, 3],)
+
+Two of its blocks are full, and can be found at once; a request with the same prompt needs only the third:
+
+>>> second = Request("second", cache.text(range(10)), prompt_tokens=10)
+>>> hit = cache.lookup(second)
+>>> hit.tokens, hit.blocks
+(8, ([1, 2],))
+>>> cache.allocate(second, new_tokens=2, hit=hit)
+([4],)
+>>> [block.references for block in cache.pool.blocks[:5]]
+[0, 2, 2, 1, 1]
+
+What is given back can still be found until it is reused, the end of a text first:
+
+>>> cache.free(first)
+>>> cache.free(second)
+>>> cache.pool.queue
+[4, 3, 5, 6, 7, 8, 9, 2, 1]
+"""
+
+from kvspec.model.cache import CacheManager, DeferredFrees, Hit, Request
+from kvspec.model.clauses import CLAUSES, Clause, ClauseBroken, agree
+from kvspec.model.groups import Group, Kind
+from kvspec.model.keys import BlockHash, Content, Image, Key, Text
+from kvspec.model.pool import NULL, BlockPool, Cleared, Removed, Stored
+from kvspec.model.profile import KNOWN_ISSUES, RELEASES, SWITCHES, Profile, profile_for
+from kvspec.model.scaling import ContextParallel, Slot, Unsupported
+
+__all__ = [
+    "CLAUSES",
+    "KNOWN_ISSUES",
+    "NULL",
+    "RELEASES",
+    "SWITCHES",
+    "BlockHash",
+    "BlockPool",
+    "CacheManager",
+    "Clause",
+    "ClauseBroken",
+    "Cleared",
+    "Content",
+    "ContextParallel",
+    "DeferredFrees",
+    "Group",
+    "Hit",
+    "Image",
+    "Key",
+    "Kind",
+    "Profile",
+    "Removed",
+    "Request",
+    "Slot",
+    "Stored",
+    "Text",
+    "Unsupported",
+    "agree",
+    "profile_for",
+]

@@ -1,0 +1,399 @@
+"""The steps of a history of the core: of a block pool, and of a KV cache manager.
+
+Ops are coarse: where one names a block or a request it gives a number, which picks one of those that there
+are. So every op means something at every point of a history, and any op can be left out. ``RANGES`` says
+which numbers are worth drawing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from kvspec.model.groups import Group, Kind
+from kvspec.model.profile import Profile, known_issues
+
+
+class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
+    pass
+
+
+class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block pool with two groups: blocks of group 0 hold one hash block, those of group 1 ``ratio`` of
+    them.
+    """
+
+    blocks: int = 10
+    hash_tokens: int = 2
+    ratio: int = 2
+    caching: bool = True
+    lookahead: int = 0
+    events: bool = True
+
+
+class Allocate(_Op, frozen=True, tag="allocate"):
+    """Take ``count`` new blocks."""
+
+    count: int
+
+
+class Touch(_Op, frozen=True, tag="touch"):
+    """Add a reference to ``count`` of the blocks that can be found, or (``held``) that are held; the null
+    block may be among them.
+    """
+
+    pick: int
+    count: int
+    held: int
+    null: int
+
+
+class Free(_Op, frozen=True, tag="free"):
+    """Release ``count`` of the references that are held, from the ``pick``-th on; ``step`` apart in their
+    list.
+    """
+
+    pick: int
+    count: int
+    step: int
+    at_head: int
+    null: int
+
+
+class Register(_Op, frozen=True, tag="register"):
+    """Register ``count`` held blocks from the ``pick``-th on as the blocks ``first`` onwards of a text."""
+
+    text: int
+    group: int
+    first: int
+    count: int
+    pick: int
+    nulls: int
+    """Bits: these blocks of the range are null; none if negative."""
+    masked: int
+    """Bits: these blocks of the range are not wanted; no mask at all if 0 or negative."""
+
+
+class RegisterTail(_Op, frozen=True, tag="register-tail"):
+    """Register a held block for a prefix of ``units`` hash blocks that ends inside it."""
+
+    text: int
+    units: int
+    pick: int
+    replace: int
+    null: int
+    """The null block instead."""
+
+
+class Find(_Op, frozen=True, tag="find"):
+    """Look a block of a text up, or (``known``) one that can be found, in group 0 or 1, or in both."""
+
+    text: int
+    index: int
+    groups: int
+    known: int
+
+
+class MoveHashes(_Op, frozen=True, tag="move-hashes"):
+    """Move the hashes of a held block to another one that has none."""
+
+    pick: int
+    to: int
+
+
+class Evict(_Op, frozen=True, tag="evict"):
+    """Evict ``count`` blocks from an id on; ids that the pool hasn't got are possible."""
+
+    first: int
+    count: int
+
+
+class Unpin(_Op, frozen=True, tag="unpin"):
+    """Release ``count`` of the references that are held, and go on reading."""
+
+    pick: int
+    count: int
+
+
+class TellHit(_Op, frozen=True, tag="tell-hit"):
+    """Record the event that the first ``count`` blocks of a text were hit."""
+
+    text: int
+    group: int
+    count: int
+
+
+class Reset(_Op, frozen=True, tag="reset"):
+    """Reset the prefix cache; first (``empty``) release all that is held, so that it isn't refused."""
+
+    empty: int
+
+
+class TakeEvents(_Op, frozen=True, tag="take-events"):
+    """Take the recorded events."""
+
+
+PoolOp = (
+    Allocate | Touch | Free | Register | RegisterTail | Find | MoveHashes | Evict | Unpin | TellHit | Reset | TakeEvents
+)
+
+TEXTS = 8
+_PICK = (0, 30)
+_BIT = (0, 1)
+
+RANGES: dict[type[_Op], dict[str, tuple[int, int]]] = {
+    Allocate: {"count": (0, 5)},
+    Touch: {"pick": _PICK, "count": (1, 3), "held": _BIT, "null": _BIT},
+    Free: {"pick": _PICK, "count": (1, 5), "step": (1, 3), "at_head": _BIT, "null": _BIT},
+    Register: {
+        "text": (0, TEXTS - 1),
+        "group": _BIT,
+        "first": (0, 3),
+        "count": (0, 3),
+        "pick": _PICK,
+        "nulls": (-9, 7),
+        "masked": (-9, 7),
+    },
+    RegisterTail: {"text": (0, TEXTS - 1), "units": (1, 7), "pick": _PICK, "replace": _BIT, "null": (-4, 1)},
+    Find: {"text": (0, TEXTS - 1), "index": (0, 7), "groups": (0, 2), "known": _BIT},
+    MoveHashes: {"pick": _PICK, "to": _PICK},
+    Evict: {"first": (0, 12), "count": (1, 3)},
+    Unpin: {"pick": _PICK, "count": (1, 2)},
+    TellHit: {"text": (0, TEXTS - 1), "group": _BIT, "count": (0, 4)},
+    Reset: {"empty": _BIT},
+    TakeEvents: {},
+}
+"""Op -> field -> (smallest, largest) number worth drawing."""
+
+
+WEIGHTS: dict[type[_Op], int] = {
+    Allocate: 20,
+    Touch: 8,
+    Free: 20,
+    Register: 24,
+    RegisterTail: 14,
+    Find: 8,
+    MoveHashes: 3,
+    Evict: 2,
+    Unpin: 4,
+    TellHit: 2,
+    Reset: 1,
+    TakeEvents: 4,
+}
+"""Op -> how often it is drawn, relative to the others."""
+
+
+class PoolHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happened to one block pool."""
+
+    release: str
+    setup: PoolSetup
+    ops: tuple[PoolOp, ...]
+
+
+def to_json(history: Any) -> bytes:
+    """Return a history as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n"
+
+
+class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A KV cache manager."""
+
+    groups: tuple[Group, ...] = (Group(Kind.FULL, 4),)
+    blocks: int = 14
+    caching: bool = True
+    decode: int = 1
+    """Decode context parallel size."""
+    prefill: int = 1
+    """Prefill context parallel size."""
+    max_tokens: int = 64
+    in_flight_tokens: int = 16
+    watermark_percent: int = 0
+    interval: int = -1
+    """Sparse retention, in units of the alignment; -1 for none."""
+    eagle_fallback: bool = False
+    """EAGLE without a group that is marked: then every group drops a block."""
+
+
+class Arrive(_Op, frozen=True, tag="arrive"):
+    """A request arrives: ``shared`` times 4 tokens of the trunk, then ``tail`` of branch ``branch``. ``content``
+    picks salt, adapter, images.
+    """
+
+    shared: int
+    tail: int
+    branch: int
+    content: int
+    reads_cache: int
+
+
+class Schedule(_Op, frozen=True, tag="schedule"):
+    """Schedule a request for up to ``tokens`` tokens, and ``drafts`` if that is all of it."""
+
+    pick: int
+    tokens: int
+    drafts: int
+    lookahead: int
+    external: int
+    """Of a request that holds nothing: this many tokens after the hit come from elsewhere."""
+    delay: int
+    """They come asynchronously: nothing is computed now."""
+    must_fit: int
+    reserved: int
+    others_run: int
+    in_flight: int
+    """So many of its computed tokens are still in flight."""
+
+
+class Output(_Op, frozen=True, tag="output"):
+    """A request says ``tokens`` more tokens, and ``rejected`` drafts are taken back."""
+
+    pick: int
+    tokens: int
+    rejected: int
+
+
+class Preempt(_Op, frozen=True, tag="preempt"):
+    """Preempt a request."""
+
+    pick: int
+
+
+class Finish(_Op, frozen=True, tag="finish"):
+    """A request ends; its last step is still in flight (``deferred``) or not."""
+
+    pick: int
+    deferred: int
+
+
+class StepProcessed(_Op, frozen=True, tag="step-processed"):
+    """The output of the oldest step in flight is processed."""
+
+
+class NewStep(_Op, frozen=True, tag="new-step"):
+    """A new step begins."""
+
+
+CacheOp = Arrive | Schedule | Output | Preempt | Finish | StepProcessed | NewStep | Evict | Reset | TakeEvents
+
+RANGES |= {
+    Arrive: {
+        "shared": (0, 10),
+        "tail": (0, 9),
+        "branch": (0, 2),
+        "content": (0, 7),
+        "reads_cache": (0, 5),
+    },
+    Schedule: {
+        "pick": _PICK,
+        "tokens": (0, 40),
+        "drafts": (-4, 3),
+        "lookahead": (-4, 3),
+        "external": (-24, 16),
+        "delay": _BIT,
+        "must_fit": _BIT,
+        "reserved": (-4, 3),
+        "others_run": _BIT,
+        "in_flight": (-6, 6),
+    },
+    Output: {"pick": _PICK, "tokens": (1, 3), "rejected": (-2, 2)},
+    Preempt: {"pick": _PICK},
+    Finish: {"pick": _PICK, "deferred": _BIT},
+    StepProcessed: {},
+    NewStep: {},
+}
+
+WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 4}
+
+
+class CacheHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happened to one KV cache manager."""
+
+    release: str
+    setup: CacheSetup
+    ops: tuple[CacheOp, ...]
+
+
+def pool_setup(profile: Profile, *, blocks: int, ratio: int, caching: int, lookahead: int, events: int) -> PoolSetup:
+    """Return the setup that some coarse numbers mean for a release."""
+    ahead = lookahead if profile.lookahead_hashes and lookahead < 3 else 0
+    return PoolSetup(blocks=blocks, ratio=ratio, caching=caching > 0, lookahead=ahead, events=events > 0)
+
+
+POOL_SETUP_RANGES = {"blocks": (1, 12), "ratio": (1, 3), "caching": (0, 6), "lookahead": (0, 6), "events": (0, 6)}
+
+FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2")
+"""Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
+
+_KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA}
+
+
+def cache_setup(
+    profile: Profile,
+    *,
+    family: int,
+    block_tokens: int,
+    reach: int,
+    eagle: int,
+    blocks: int,
+    caching: int,
+    ranks: int,
+    in_flight: int,
+    watermark: int,
+    interval: int,
+) -> CacheSetup:
+    """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
+    letters = FAMILIES[family]
+    size = 2 * block_tokens
+    groups: list[Group] = []
+    for index, letter in enumerate(letters):
+        if letter == "2":
+            groups[-1] = replace(groups[-1], block_tokens=2 * size)
+            continue
+        window = 2 + (reach + 3 * index) % 9
+        chunk = size * (1 + reach % 3)
+        length = {"W": window, "C": chunk}.get(letter, 0)
+        draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CM" and "C" not in letters
+        groups.append(Group(_KINDS[letter], size, length, draft))
+    if "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
+        eagle, groups = 0, [replace(group, eagle=False) for group in groups]
+    spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
+    sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and "M" in letters)
+    every_state = profile.caches_every_state or "M" not in letters
+    return CacheSetup(
+        groups=tuple(groups),
+        blocks=6 + blocks * len(groups) // block_tokens,
+        caching=caching > 0 and every_state,
+        decode=1 + (ranks & 1) if spreads and ranks > 0 else 1,
+        prefill=1 + (ranks >> 1 & 1) if spreads and ranks > 0 else 1,
+        in_flight_tokens=8 << in_flight,
+        watermark_percent=5 * max(0, watermark),
+        interval=max(interval, -1) if sparse else -1,
+        eagle_fallback=eagle == 8 and "C" not in letters and "M" not in letters,
+    )
+
+
+CACHE_SETUP_RANGES = {
+    "family": (0, len(FAMILIES) - 1),
+    "block_tokens": (1, 2),
+    "reach": (0, 8),
+    "eagle": (-8, 8),
+    "blocks": (0, 50),
+    "caching": (0, 9),
+    "ranks": (-4, 3),
+    "in_flight": (0, 3),
+    "watermark": (-4, 2),
+    "interval": (-3, 2),
+}
+
+
+def cache_from_json(data: bytes) -> CacheHistory:
+    """Read a history of a KV cache manager. ValueError if it isn't one."""
+    return msgspec.json.decode(data, type=CacheHistory)
+
+
+def pool_from_json(data: bytes) -> PoolHistory:
+    """Read a history of a block pool. ValueError if it isn't one."""
+    return msgspec.json.decode(data, type=PoolHistory)

@@ -1,0 +1,417 @@
+"""What differs between releases, as named switches; everything else holds for all of them.
+
+A switch says what changed on purpose. Where a release is wrong by its own intent there is no switch: the
+model says what is right, and the difference is listed in ``KNOWN_ISSUES`` with the releases that have it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+RELEASES = (
+    "0.20.2",
+    "0.21.0",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+)
+"""The releases whose code was read and run, oldest first."""
+
+
+class FreeOrder(Enum):
+    """Where a block goes in the free queue when its last reference is released."""
+
+    APPEND = "all at the tail, in the order given"
+    CALLER = "at the tail, or at the head if the caller asks for it"
+    UNHASHED_FIRST = "blocks without a hash at the head, the others at the tail, both in the order given"
+
+
+class UncachedReuse(Enum):
+    """Which block is reused first when prefix caching is off and so no block has a hash."""
+
+    OLDEST = "the one that was released longest ago"
+    NEWEST = "the one that was released last"
+
+
+class CpScaling(Enum):
+    """By which context-parallel sizes the tokens of a block are multiplied."""
+
+    ALL_RANKS = "prefill and decode size, every group"
+    DECODE = "decode size, every attention group"
+    DECODE_FULL = "decode size, full-attention groups"
+    DECODE_SHARDED = "decode size, the groups that say that they are sharded"
+
+
+class Switch(NamedTuple):
+    """One thing that changed on purpose."""
+
+    name: str
+    sentence: str
+    source: str
+    since: dict[str, Any]
+    """The first release that has the value -> the value, oldest first."""
+
+    def at(self, release: tuple[int, ...]) -> Any:
+        """Return the value of a release."""
+        return [value for first, value in self.since.items() if parse(first) <= release][-1]
+
+    def changes(self) -> list[tuple[str, str, Any]]:
+        """Return (last release before, first release with, new value) of each change."""
+        firsts = list(self.since)[1:]
+        return [(RELEASES[RELEASES.index(first) - 1], first, self.since[first]) for first in firsts]
+
+
+def _switch(sentence: str, source: str, since: dict[str, Any]) -> dict[str, Any]:
+    return {"sentence": sentence, "source": source, "since": since}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The switches of one release."""
+
+    release: str
+
+    free_order: FreeOrder = field(
+        metadata=_switch(
+            "Where released blocks join the free queue.",
+            "v1/core/block_pool.py, BlockPool.free_blocks (#42656)",
+            {"0.20.2": FreeOrder.APPEND, "0.23.0": FreeOrder.CALLER, "0.24.0": FreeOrder.UNHASHED_FIRST},
+        )
+    )
+    uncached_reuse: UncachedReuse = field(
+        metadata=_switch(
+            "Which block is reused first when prefix caching is off.",
+            "v1/core/block_pool.py, BlockPool.free_blocks",
+            {
+                "0.20.2": UncachedReuse.OLDEST,
+                "0.24.0": UncachedReuse.NEWEST,
+                "0.27.1": UncachedReuse.OLDEST,
+                "0.28.0": UncachedReuse.NEWEST,
+            },
+        )
+    )
+    secondary_hashes: bool = field(
+        metadata=_switch(
+            "A block can carry further hashes, for prefixes that end inside it; filling it replaces them.",
+            "v1/core/block_pool.py, BlockPool.cache_partial_block",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    moves_hashes: bool = field(
+        metadata=_switch(
+            "All hashes of a block can be moved to another block.",
+            "v1/core/block_pool.py, BlockPool.move_block_hashes",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    says_writable: bool = field(
+        metadata=_switch(
+            "The pool says whether a block may be changed in place.",
+            "v1/core/block_pool.py, BlockPool.is_block_writable",
+            {"0.20.2": False, "0.29.0": True},
+        )
+    )
+    pins: bool = field(
+        metadata=_switch(
+            "A reader can give back its reference and go on reading until the block is reused.",
+            "v1/core/block_pool.py, BlockPool.unpin_blocks",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
+    null_has_no_references: bool = field(
+        metadata=_switch(
+            "The null block's reference count stays 0; before, it counted up and down without meaning.",
+            "v1/core/block_pool.py, BlockPool.touch, free_blocks",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    registers_aligned: bool = field(
+        metadata=_switch(
+            "A cache with several groups registers blocks only up to the last position at which a hit can end.",
+            "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.cache_blocks",
+            {"0.20.2": False, "0.22.1": True},
+        )
+    )
+    masks_unreachable: bool = field(
+        metadata=_switch(
+            "Sliding-window blocks that no hit can use are not registered.",
+            "v1/core/single_type_kv_cache_manager.py, SlidingWindowManager.reachable_block_mask",
+            {"0.20.2": False, "0.22.1": True},
+        )
+    )
+    registers_tails: bool = field(
+        metadata=_switch(
+            "The block in which a prompt ends is registered for the prompt's last hash block too.",
+            "v1/core/single_type_kv_cache_manager.py, FullAttentionManager._cache_partial_tail_block",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    tail_ends_before_last_token: bool = field(
+        metadata=_switch(
+            "That hash block doesn't contain the prompt's last token, which no hit contains, unless EAGLE reads it.",
+            "v1/core/single_type_kv_cache_manager.py, FullAttentionManager._cache_partial_tail_block",
+            {"0.20.2": False, "0.32.0": True},
+        )
+    )
+    retention: bool = field(
+        metadata=_switch(
+            "Sliding-window groups can be told to keep only some of the positions at which a hit can end.",
+            "v1/core/kv_cache_coordinator.py, KVCacheCoordinator.retention_interval",
+            {"0.20.2": False, "0.23.0": True},
+        )
+    )
+    retains_states_sparsely: bool = field(
+        metadata=_switch(
+            "Sparse retention applies to Mamba states too.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.reachable_block_mask",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    caches_every_state: bool = field(
+        metadata=_switch(
+            "Mamba groups can cache the state after every block (cache mode 'all').",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.__init__",
+            {"0.20.2": True, "0.33.0": False},
+        )
+    )
+    retains_shared_prefix: bool = field(
+        metadata=_switch(
+            "Sparse retention also keeps the position where two requests part; a lookup reports it.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.get_computed_blocks",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    retains_two_replays: bool = field(
+        metadata=_switch(
+            "With EAGLE, sparse retention keeps where a resend of the prompt and where a longer prompt end.",
+            "v1/core/kv_cache_coordinator.py, replay_boundaries",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
+    retains_before_shared_prefix: bool = field(
+        metadata=_switch(
+            "With EAGLE, sparse retention keeps the block before the shared prefix's end too.",
+            "v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager.cache_blocks",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    eagle_proof_past_last_token: bool = field(
+        metadata=_switch(
+            "The block that EAGLE drops may contain the last token of the request (several groups only).",
+            "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.find_longest_cache_hit",
+            {"0.20.2": False, "0.32.0": True},
+        )
+    )
+    watermark: bool = field(
+        metadata=_switch(
+            "A part of the pool is kept free when a request is admitted while others run.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    reserve: bool = field(
+        metadata=_switch(
+            "The caller can ask that a number of blocks stay free.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots",
+            {"0.20.2": False, "0.23.0": True},
+        )
+    )
+    adopts_without_new_tokens: bool = field(
+        metadata=_switch(
+            "A request may take over a hit without computing a token in the same step.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots",
+            {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    deferred_frees: bool = field(
+        metadata=_switch(
+            "Blocks that a step in flight may still write are released once its output has been processed.",
+            "v1/core/sched/scheduler.py, Scheduler._free_request_blocks",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    lookahead_hashes: bool = field(
+        metadata=_switch(
+            "A hash can cover some tokens after its block.",
+            "v1/core/kv_cache_utils.py, get_request_block_hasher",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    reports_hits: bool = field(
+        metadata=_switch(
+            "An event consumer can ask to be told of hits as well.",
+            "v1/core/block_pool.py, BlockPool.emit_cached_block_events",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    cp_scaling: CpScaling = field(
+        metadata=_switch(
+            "How context parallelism scales the tokens of a block.",
+            "v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager.__init__",
+            {
+                "0.20.2": CpScaling.ALL_RANKS,
+                "0.26.0": CpScaling.DECODE,
+                "0.29.0": CpScaling.DECODE_FULL,
+                "0.31.0": CpScaling.DECODE_SHARDED,
+            },
+        )
+    )
+    cp_with_several_groups: bool = field(
+        metadata=_switch(
+            "Context parallelism works with several groups, if each is full attention, Mamba or not sharded.",
+            "v1/core/kv_cache_utils.py, resolve_kv_cache_block_sizes",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    offload_with_cp: bool = field(
+        metadata=_switch(
+            "SimpleCPUOffloadConnector runs with context parallelism.",
+            "v1/simple_kv_offload/manager.py, SimpleCPUOffloadScheduler.__init__",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+
+
+SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
+
+
+class AssumedProfileWarning(UserWarning):
+    """The release is not one whose code was read; the model assumes that it is like the nearest older one."""
+
+
+def parse(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release: "0.33.1rc2" is (0, 33, 1). ValueError if it isn't one."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    if match is None:
+        raise ValueError(f"{release!r} is not a release; one looks like 0.33.0")
+    return tuple(int(number or 0) for number in match.groups())
+
+
+def profile_for(release: str) -> Profile:
+    """Return the profile of a release.
+
+    A release that isn't in ``RELEASES`` gets the profile of the nearest older one, with an
+    AssumedProfileWarning that says so. ValueError if it is older than all of them.
+    """
+    numbers = parse(release)
+    if numbers < parse(RELEASES[0]):
+        raise ValueError(f"the oldest release that the model covers is {RELEASES[0]}, not {release}")
+    nearest = [known for known in RELEASES if parse(known) <= numbers][-1]
+    if release != nearest:
+        warnings.warn(
+            f"kvspec's model wasn't checked against vLLM {release}; it assumes that it is like {nearest}",
+            AssumedProfileWarning,
+            stacklevel=2,
+        )
+    return Profile(release=nearest, **{switch.name: switch.at(parse(nearest)) for switch in SWITCHES})
+
+
+class KnownIssue(NamedTuple):
+    """A release that is wrong by its own intent."""
+
+    id: str
+    clause: str
+    """The clause that it breaks."""
+    bad: str
+    """The oldest release of RELEASES that has it."""
+    fixed: str | None
+    """The first release that hasn't; None if the newest has it too."""
+    sentence: str
+
+    def affects(self, release: str) -> bool:
+        """Whether a release has it."""
+        numbers = parse(release)
+        return parse(self.bad) <= numbers and (self.fixed is None or numbers < parse(self.fixed))
+
+
+KNOWN_ISSUES = (
+    KnownIssue(
+        "core-double-release",
+        "POOL-6",
+        "0.20.2",
+        "0.24.0",
+        "A list that releases two references to one block puts it into the free queue twice.",
+    ),
+    KnownIssue(
+        "core-hash-key-collision",
+        "KEY-2",
+        "0.20.2",
+        "0.31.0",
+        "An adapter and a cache salt of the same name give the same hash.",
+    ),
+    KnownIssue(
+        "core-adapter-path-not-in-key",
+        "KEY-2",
+        "0.20.2",
+        "0.31.0",
+        "Two adapters of one name and different paths give the same hash.",
+    ),
+    KnownIssue(
+        "core-images-after-resume",
+        "KEY-2",
+        "0.20.2",
+        "0.31.0",
+        "Of several images in a block that is filled later than the request began, only the last is in the hash.",
+    ),
+    KnownIssue(
+        "core-eagle-first-window",
+        "HIT-2",
+        "0.20.2",
+        None,
+        "With EAGLE and a window's blocks shorter than the alignment, a hit shorter than the window is cut twice.",
+    ),
+    KnownIssue(
+        "core-eagle-unproven-hit",
+        "HIT-4",
+        "0.20.2",
+        None,
+        "With two or more windows that EAGLE reads, a hit that one has shortened isn't proved again to the others.",
+    ),
+    KnownIssue(
+        "core-second-full-group-not-cut",
+        "HIT-6",
+        "0.20.2",
+        "0.29.0",
+        "Of two full-attention layouts only the first one's row is cut to the hit; the other's stays longer.",
+    ),
+    KnownIssue(
+        "core-eagle-window-unregistered",
+        "REG-2",
+        "0.22.1",
+        "0.23.0",
+        "With EAGLE and a window's blocks shorter than the alignment, the block that proves a hit isn't registered.",
+    ),
+    KnownIssue(
+        "core-window-freed-too-early",
+        "WINDOW-2",
+        "0.20.2",
+        "0.26.0",
+        "Blocks that leave a window are released on the basis of what is scheduled: a step in flight still reads them.",
+    ),
+    KnownIssue(
+        "core-external-evicts-hits",
+        "ALLOC-5",
+        "0.20.2",
+        "0.24.0",
+        "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
+    ),
+)
+"""The differences between the releases and the model that are the releases' fault."""
+
+
+def known_issues(release: str) -> frozenset[str]:
+    """Return the ids of the known issues of a release."""
+    return frozenset(issue.id for issue in KNOWN_ISSUES if issue.affects(release))
