@@ -22,8 +22,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvspec.errors import KvspecError
-from kvspec.history import story
-from kvspec.ops import History, history_from_json, history_to_json
+from kvspec.history import AnyHistory, read_history, story
+from kvspec.ops import history_to_json
 
 FINDING_FORMAT = 1
 NONDETERMINISM = "nondeterminism"
@@ -67,8 +67,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding with the shortest history that shows it, and the one in which it was seen first."""
 
     record: Record
-    history: History
-    original: History
+    history: AnyHistory
+    original: AnyHistory
 
     @property
     def key(self) -> Key:
@@ -115,7 +115,7 @@ class FindingStore:
             self._write_record(finding.record)
         return directory
 
-    def save_nondeterminism(self, history: History) -> Path:
+    def save_nondeterminism(self, history: AnyHistory) -> Path:
         """Save a history that ran differently the second time; return its file."""
         data = history_to_json(history)
         file = self.directory / NONDETERMINISM / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
@@ -162,10 +162,10 @@ def load_finding(directory: Path) -> Finding:
     return Finding(record=record, history=history, original=original)
 
 
-def load_history(file: Path) -> History:
+def load_history(file: Path) -> AnyHistory:
     """Read a file with a history. KvspecError if there is none."""
     try:
-        return history_from_json(file.read_bytes())
+        return read_history(file.read_bytes())
     except OSError as error:
         raise KvspecError(f"{file} can't be read: {error.strerror or error}.") from error
     except ValueError as error:

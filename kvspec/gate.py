@@ -45,8 +45,8 @@ from kvspec.events import (
     added,
 )
 from kvspec.findings import Finding, FindingStore, Key
+from kvspec.history import AnyHistory
 from kvspec.known import Issue, known_as
-from kvspec.ops import History
 
 FINDINGS_DIR = Path(".kvspec/findings")
 """Where findings are kept, unless somebody says otherwise."""
@@ -186,7 +186,7 @@ def share(total: int | None, job: int, jobs: int) -> int | None:
     return None if total is None else total // jobs + (job < total % jobs)
 
 
-def replay_history(prepared: Prepared, history: History) -> Replayed:
+def replay_history(prepared: Prepared, history: AnyHistory) -> Replayed:
     """Run one history in a process of its own. KvspecError if that fails."""
     job = ReplayJob(job=0, target=prepared.target, release_path=prepared.release_path, history=history)
     answer = None

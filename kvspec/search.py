@@ -40,6 +40,7 @@ from kvspec.events import (
     added,
 )
 from kvspec.findings import Finding, Key, Record, now
+from kvspec.history import AnyHistory
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
 from kvspec.ops import EngineSetup, History
@@ -75,7 +76,7 @@ class Suite:
     """What there is to run for a target. What a machine must have is said above."""
 
     machine: type[RuleBasedStateMachine]
-    run: Callable[[History], "Outcome"]
+    run: Callable[[Any], "Outcome"]
     events: Mapping[str, str] = field(default_factory=dict)
     """A sentence for each named event."""
     rules_max: int = 6
@@ -114,8 +115,8 @@ class Search:
         self._settings = settings(SETTINGS, stateful_step_count=suite.rules_max)
         self._count = 0
         self._done_keys: set[Key] = set()
-        self._new: dict[Key, History] = {}
-        self._reruns: list[tuple[History, str]] = []
+        self._new: dict[Key, AnyHistory] = {}
+        self._reruns: list[tuple[AnyHistory, str]] = []
         self._nondeterminism_count = 0
         self._since = Progress(job=job.job)
         self._since_s = time.monotonic()
@@ -205,7 +206,7 @@ class Search:
             return False
         return True
 
-    def _tell_finding(self, key: Key, original: History) -> None:
+    def _tell_finding(self, key: Key, original: AnyHistory) -> None:
         outcome = self._suite.run(original)
         if key not in map(self._key, outcome.violations):
             self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", original)
@@ -226,7 +227,7 @@ class Search:
         finding = Finding(record=record, history=history, original=original)
         self._emit(FindingFound(job=self._job.job, finding=finding))
 
-    def _minimised(self, key: Key, original: History) -> History:
+    def _minimised(self, key: Key, original: AnyHistory) -> AnyHistory:
         """Minimise ops; then write the adversary's moves into them and minimise these, if that works."""
         cpu_max_s = time.process_time() + MINIMISE_CPU_S
 
@@ -234,22 +235,22 @@ class Search:
             overtime = time.monotonic() > self._deadline_s + OVERTIME_S
             return overtime or time.process_time() > cpu_max_s or self._stopping()
 
-        def shows(history: History) -> bool:
+        def shows(history: AnyHistory) -> bool:
             return self._shows(key, history)
 
         short = minimise(original, shows, spent)
         with_moves = pinned(short, self._suite.run(short).schedules)
-        if short.adversary == "fair" or spent() or not shows(with_moves):
+        if with_moves == short or spent() or not shows(with_moves):
             return short
         return minimise(with_moves, shows, spent)
 
-    def _shows(self, key: Key, history: History) -> bool:
+    def _shows(self, key: Key, history: AnyHistory) -> bool:
         return key in map(self._key, self._suite.run(history).violations)
 
     def _key(self, violation: Any) -> Key:
         return violation_key(self._job.target, violation)
 
-    def _tell_nondeterminism(self, message: str, history: History | None) -> None:
+    def _tell_nondeterminism(self, message: str, history: AnyHistory | None) -> None:
         self._nondeterminism_count += 1
         if self._nondeterminism_count <= NONDETERMINISM_MAX:
             self._emit(Nondeterminism(job=self._job.job, message=message, history=history))
@@ -286,6 +287,19 @@ class _RoundOver(BaseException):
 
 
 def _own_suite(name: str) -> Suite:
+    from kvspec.targets import parse_target
+
+    return _equality_suite(name) if parse_target(name)[0] == "vllm-core" else _engine_suite(name)
+
+
+def _equality_suite(name: str) -> Suite:
+    from strategies.core import EVENTS
+    from strategies.equality import machine_of, run_history
+
+    return Suite(machine=machine_of(name), run=run_history, events=EVENTS)
+
+
+def _engine_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
     from strategies.simple import MACHINES
