@@ -20,7 +20,7 @@ from kvspec.cli_release import InstallProgress, release
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
 from kvspec.report.github import annotations
@@ -235,6 +235,8 @@ def measure(target: str, histories: int, seed: int) -> int:
     Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
+    if split_target(target)[0] == "vllm-core":
+        raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
     prepared = _prepared(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     return 2 if subprocess.run(command, env=prepared.environment).returncode else 0

@@ -206,6 +206,8 @@ class Verdict(Event, frozen=True, kw_only=True):
     """One sentence each."""
     failures: list[WorkerFailed]
     interrupted: bool
+    ignored: list[str] = []
+    """Stored findings that can't be read, one sentence each."""
 
     @property
     def exit_code(self) -> int:
@@ -215,6 +217,6 @@ class Verdict(Event, frozen=True, kw_only=True):
             (2, self.failures),
             (4, self.nondeterminism),
             (130, self.interrupted),
-            (3, self.missing),
+            (3, self.missing or not self.total.histories),
         )
         return next((code for code, fact in facts if fact), 0)

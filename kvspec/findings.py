@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: int
     """Seed of the run that found it."""
     first_seen: str
+    shortened: bool = True
+    """Whether the minimiser came to its end; a later run goes on where it had to stop."""
     gone_since: str | None = None
     """When a re-run no longer showed it."""
     format: int = FINDING_FORMAT
@@ -106,7 +108,7 @@ class FindingStore:
         """Save a finding. If it is stored, its date and, unless it was gone, the shorter history stay."""
         directory = self.path(finding.key)
         with self._errors():
-            if (directory / "finding.json").exists():
+            with suppress(KvspecError):  # what is damaged is replaced
                 finding = _merged(load_finding(directory), finding)
             directory.mkdir(parents=True, exist_ok=True)
             _write(directory / "original.json", history_to_json(finding.original))
@@ -124,11 +126,17 @@ class FindingStore:
             _write(file, data)
         return file
 
-    def of_target(self, target: str) -> list[Finding]:
-        """Return the stored findings of a target, gone ones too. KvspecError if one can't be read."""
+    def of_target(self, target: str) -> tuple[list[Finding], list[str]]:
+        """Return the stored findings of a target, gone ones too; and a sentence for each that can't be read."""
+        found: list[Finding] = []
+        damaged: list[str] = []
         with self._errors():
-            found = [load_finding(file.parent) for file in sorted(self.directory.glob("*/finding.json"))]
-        return [finding for finding in found if finding.key.target == target]
+            for file in sorted(self.directory.glob("*/finding.json")):
+                try:
+                    found.append(load_finding(file.parent))
+                except KvspecError as error:
+                    damaged.append(str(error))
+        return [finding for finding in found if finding.key.target == target], damaged
 
     def mark_gone(self, record: Record) -> None:
         """Write down that a re-run no longer shows a finding. It is open again once it is saved again."""

@@ -146,9 +146,11 @@ class Search:
                 return
             key = finding.key
             seen = self._shows(key, finding.history)
+            self._emit(Rechecked(job=self._job.job, key=key, seen=seen))
             if seen:
                 self._done_keys.add(key)
-            self._emit(Rechecked(job=self._job.job, key=key, seen=seen))
+                if not finding.record.shortened and self._claims(key):
+                    self._tell_finding(key, finding.history, finding.original)
 
     def _round(self, number: int) -> None:
         """Let Hypothesis make histories until it has made a round, or one of them needs a closer look."""
@@ -191,7 +193,7 @@ class Search:
         for key, history in self._new.items():
             self._done_keys.add(key)
             if self._claims(key):
-                self._tell_finding(key, history)
+                self._tell_finding(key, history, history)
         self._reruns.clear()
         self._new.clear()
         self._flush()
@@ -206,15 +208,15 @@ class Search:
             return False
         return True
 
-    def _tell_finding(self, key: Key, original: AnyHistory) -> None:
-        outcome = self._suite.run(original)
+    def _tell_finding(self, key: Key, history: AnyHistory, original: AnyHistory) -> None:
+        outcome = self._suite.run(history)
         if key not in map(self._key, outcome.violations):
-            self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", original)
+            self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", history)
             return
-        history = original
+        shortened = True
         if known_as(self._job.known, key, self._release) is None:
             self._emit(Minimising(job=self._job.job, key=key))
-            history = self._minimised(key, original)
+            history, shortened = self._minimised(key, history)
             outcome = self._suite.run(history)
         record = Record(
             key=key,
@@ -223,26 +225,33 @@ class Search:
             kvspec=kvspec.__version__,
             seed=self._job.seed,
             first_seen=now(),
+            shortened=shortened,
         )
         finding = Finding(record=record, history=history, original=original)
         self._emit(FindingFound(job=self._job.job, finding=finding))
 
-    def _minimised(self, key: Key, original: AnyHistory) -> AnyHistory:
-        """Minimise ops; then write the adversary's moves into them and minimise these, if that works."""
+    def _minimised(self, key: Key, original: AnyHistory) -> tuple[AnyHistory, bool]:
+        """Minimise ops; then write the adversary's moves into them and minimise these, if that works.
+
+        Returns the history, and whether there was time enough for it.
+        """
         cpu_max_s = time.process_time() + MINIMISE_CPU_S
+        out_of_time = False
 
         def spent() -> bool:
+            nonlocal out_of_time
             overtime = time.monotonic() > self._deadline_s + OVERTIME_S
-            return overtime or time.process_time() > cpu_max_s or self._stopping()
+            out_of_time = out_of_time or overtime or time.process_time() > cpu_max_s or self._stopping()
+            return out_of_time
 
         def shows(history: AnyHistory) -> bool:
             return self._shows(key, history)
 
         short = minimise(original, shows, spent)
         with_moves = pinned(short, self._suite.run(short).schedules)
-        if with_moves == short or spent() or not shows(with_moves):
-            return short
-        return minimise(with_moves, shows, spent)
+        if with_moves != short and not spent() and shows(with_moves):
+            short = minimise(with_moves, shows, spent)
+        return short, not out_of_time
 
     def _shows(self, key: Key, history: AnyHistory) -> bool:
         return key in map(self._key, self._suite.run(history).violations)

@@ -155,7 +155,7 @@ def finding_lines(reported: Reported) -> Iterator[Text]:
 
 def _history_lines(finding: Finding) -> Iterator[str]:
     ops, ops_original = len(finding.history.ops), len(finding.original.ops)
-    how = "shortest history" if ops < ops_original else "history, not shortened"
+    how = "shortest history" if finding.record.shortened else "history, to be shortened further by the next run"
     yield f"{how}, {ops} op{'s' * (ops != 1)} (first seen with {ops_original}):"
     yield from (f"  {line}" for line in finding.story())
 
@@ -177,8 +177,10 @@ def verdict_lines(verdict: Verdict) -> Iterator[Text]:
     yield from _missing_lines(verdict.missing)
     for reported in verdict.findings:
         yield Text(f"  finding {_summary(reported)}: kvspec replay {reported.path}", "red")
-    for issue, seen in _known_issues(verdict).values():
+    for issue, seen in known_issues(verdict).values():
         yield Text(f"  known issue {issue.id} ({issue.reference}), {_seen(seen)}: {issue.title}", "yellow")
+    for sentence in verdict.ignored:
+        yield Text(f"  ignored: {sentence}", "yellow")
     for finding in verdict.gone:
         yield Text(f"  FIXED {finding.key.slug}: its history no longer shows {finding.key.law}", "green")
 
@@ -202,7 +204,7 @@ def _missing_lines(missing: dict[str, str]) -> Iterator[Text]:
     yield Text("  give it a longer --budget (or more --histories)", "yellow")
 
 
-def _known_issues(verdict: Verdict) -> dict[str, tuple[Issue, int]]:
+def known_issues(verdict: Verdict) -> dict[str, tuple[Issue, int]]:
     """Return each known issue once, with the histories that showed it; it may break more than one law."""
     known: dict[str, tuple[Issue, int]] = {}
     for reported in verdict.known:
