@@ -308,7 +308,9 @@ def known(known_file: Path | None) -> None:
     type=click.Choice(FORMATS),
     help="How to write it.  [default: html if FILE ends in .html, else markdown]",
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.  [default: stdout]")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.  [default: stdout]"
+)
 @click.option("--clause", metavar="ID", help="Only this clause or law, such as POOL-2.")
 def spec(format_: str | None, output: Path | None, clause: str | None) -> None:
     """Write the specification: the clauses of the model and the laws, release by release.
@@ -390,7 +392,7 @@ def _open_missing_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, open(number, "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
   does so too if it calls the function of the clause or law, or uses a table or a helper that does.
 
 Three ids are those of a clause and of a law. So a file speaks of clauses if it imports something of the model, and of
-laws if it imports the laws, or what runs a target under them.
+laws if it imports the laws, or what runs a target under them. One that imports this package speaks of the page only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvspec.model import CLAUSES, KNOWN_ISSUES, SWITCHES
 SWITCH_NAMES = frozenset(switch.name for switch in SWITCHES)
 LAW_IMPORTS = ("kvspec.laws", "kvspec.world", "kvspec.gate")
 MODEL = "kvspec.model"
+PAGE = "kvspec.spec"
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -160,12 +161,12 @@ def checks(root: Path, folder: str) -> Found:
     for path in sorted((root / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         reader = _Reader(tree, calls=folder == "tests")
-        definitions = list(_definitions(tree))
-        for name, definition in definitions:
-            for node, guards in guarded(definition, exits=True):
+        uses = {name: _Use.of(node) for name, node in _definitions(tree)} if reader.names_something else {}
+        for name, use in uses.items():
+            for node, guards in guarded(use.node, exits=True):
                 for subject in reader.named_by(node):
                     switches[subject] |= guards
-                    functions = _tests(name, subject.id, definitions) if folder == "tests" else [name]
+                    functions = _tests(name, subject.id, uses) if folder == "tests" else [name]
                     places[subject] += [Place(path.relative_to(root).as_posix(), function) for function in functions]
     return Found({subject: _unique(found) for subject, found in places.items()}, switches)
 
@@ -175,16 +176,26 @@ class _Reader:
 
     def __init__(self, tree: ast.Module, calls: bool) -> None:
         self._names = _imported(tree)
-        imports = set(self._names.values())
         self._strings: dict[str, Subject] = {}
-        self._objects = {f"kvspec.laws.{name}": Subject("law", law) for name, law in _law_names(calls).items()}
-        if any(name.startswith(LAW_IMPORTS) for name in imports):
+        self._objects: dict[str, Subject] = {}
+        if self._imports(PAGE):
+            return
+        if self._imports(*LAW_IMPORTS):
             self._strings |= {law: Subject("law", law) for law in laws.LAWS}
-        if any(name.startswith(MODEL) for name in imports):
+            self._objects |= {f"kvspec.laws.{name}": Subject("law", law) for name, law in _law_names(calls).items()}
+        if self._imports(MODEL):
             self._strings |= {clause: Subject("clause", clause) for clause in CLAUSES}
             self._strings |= {issue.id: Subject("issue", issue.id) for issue in KNOWN_ISSUES}
-        if calls:
-            self._objects |= {clause.where: Subject("clause", clause.id) for clause in CLAUSES.values()}
+            if calls:
+                self._objects |= {clause.where: Subject("clause", clause.id) for clause in CLAUSES.values()}
+
+    def _imports(self, *modules: str) -> bool:
+        return any(name.startswith(modules) for name in self._names.values())
+
+    @property
+    def names_something(self) -> bool:
+        """Whether the file can name anything."""
+        return bool(self._strings)
 
     def named_by(self, node: ast.AST) -> Iterator[Subject]:
         """Yield what a node names."""
@@ -200,7 +211,7 @@ class _Reader:
 
 def _law_names(functions: bool) -> dict[str, str]:
     """Return the names in ``kvspec.laws`` -> the law that each stands for: constants, and functions if asked for."""
-    found = {}
+    found: dict[str, str] = {}
     for name, value in vars(laws).items():
         text = (value.__doc__ or "") if functions and callable(value) else value
         law = str(text).partition(". ")[0].partition(",")[0].rstrip(".")
@@ -209,27 +220,37 @@ def _law_names(functions: bool) -> dict[str, str]:
     return found
 
 
-def _tests(name: str, key: str, definitions: list[tuple[str, Definition]], seen: tuple[str, ...] = ()) -> list[str]:
+class _Use(NamedTuple):
+    """A definition, and the names that it uses."""
+
+    node: Definition
+    names: set[str]
+    decorated_with: set[str]
+
+    @classmethod
+    def of(cls, node: Definition) -> _Use:
+        return cls(node, _names_in([node]), _names_in(getattr(node, "decorator_list", [])))
+
+    def is_parametrised_by(self, table: str) -> bool:
+        """Whether each key of a table is the id of a case of this test."""
+        return any(
+            isinstance(decorator, ast.Call) and not decorator.keywords and table in map(ast.unparse, decorator.args)
+            for decorator in getattr(self.node, "decorator_list", [])
+        )
+
+
+def _tests(name: str, key: str, uses: dict[str, _Use], seen: tuple[str, ...] = ()) -> list[str]:
     """Return the tests that a name in a file of tests stands for: itself, or those that use it."""
     if name.startswith("test_"):
         return [name]
-    users = [(user, node) for user, node in definitions if user not in (name, *seen) and name in _names_in([node])]
-    given = [user for user, node in users if name in _names_in(getattr(node, "decorator_list", []))]
+    users = [user for user, use in uses.items() if user not in (name, *seen) and name in use.names]
     found = []
-    for user in given or [user for user, _ in users]:
-        if _is_parametrised_by(dict(definitions)[user], name):
+    for user in [user for user in users if name in uses[user].decorated_with] or users:
+        if uses[user].is_parametrised_by(name):
             found.append(f"{user}[{key}]")
         else:
-            found += _tests(user, key, definitions, (*seen, name))
+            found += _tests(user, key, uses, (*seen, name))
     return found
-
-
-def _is_parametrised_by(node: Definition, table: str) -> bool:
-    """Whether each key of a table is the id of a case of a test."""
-    return any(
-        isinstance(decorator, ast.Call) and not decorator.keywords and table in map(ast.unparse, decorator.args)
-        for decorator in getattr(node, "decorator_list", [])
-    )
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
@@ -238,7 +259,7 @@ def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 def _imported(tree: ast.Module) -> dict[str, str]:
     """Return local name -> what it is imported as, wherever in the file that is done."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}

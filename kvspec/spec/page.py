@@ -28,16 +28,16 @@ from kvspec.spec.markup import Paragraph, heading, paragraphs
 
 READING = (
     Paragraph(
-        "A *clause* is one sentence about the KV cache of vLLM's engine that an implementation can break. One function of "
-        "the executable model ``kvspec.model`` computes it, and its sentence and text here are that function's docstring. "
-        "A *law* is what must hold for every target and release, whatever it decides. Nothing here is said anywhere else: "
-        "this page is written by ``kvspec spec`` from the code."
+        "A *clause* is one sentence about the KV cache of vLLM's engine that an implementation can break. One function "
+        "of the executable model ``kvspec.model`` computes it, and its sentence and text here are that function's "
+        "docstring. A *law* is what must hold for every target and release, whatever it decides. This page is written "
+        "by ``kvspec spec`` from the code."
     ),
     Paragraph(
         "Under each clause:",
         (
             ("Source", "where the released code does it, as it was read in the release that is named"),
-            ("Releases", "which releases have it; they were read and run, from the first to the last below"),
+            ("Releases", "which releases have it"),
             ("Model", "the function that computes it"),
             (
                 "Switches",
@@ -171,7 +171,7 @@ class Page:
     def counts(self) -> str:
         """How much there is, in a sentence."""
         clauses = [part for chapter in self.chapters for part in chapter.clauses]
-        issues = sum(len(part.issues) for part in (*clauses, *self.law_parts))
+        issues = sum(len(part.issues) for part in clauses) + sum(len(part.issues) for part in self.law_parts)
         return (
             f"{len(clauses)} clauses, {len(self.law_parts)} laws, {len(self.switch_parts)} switches, {issues} known "
             f"issues; {len(self.releases)} releases of vLLM, from {self.releases[0]} to {self.releases[-1]}. kvspec "
@@ -258,7 +258,8 @@ class _Facts(NamedTuple):
 def _folder(package: str) -> Path:
     """Return where a package is, without importing it."""
     spec = find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0])
 
 
