@@ -87,6 +87,13 @@ def test_a_known_issue_says_from_which_release_to_which(page: Page) -> None:
         assert (RELEASES[span.first], RELEASES[span.last]) == (having[0], having[-1])
 
 
+def test_a_known_issue_of_the_gate_stands_at_its_law_and_says_so_too(page: Page) -> None:
+    issues = {issue.id: (part.law.id, issue) for part in page.law_parts for issue in part.issues}
+    law, issue = issues["simple-lazy-never-idle"]
+    assert (law, issue.releases) == ("PROGRESS-1", "0.30.0 and later")
+    assert issue.shown_by == ("tests/bugs/lazy_offload_never_idles.py",)
+
+
 def test_every_known_issue_is_shown_by_a_test(page: Page) -> None:
     parts = [part for chapter in page.chapters for part in chapter.clauses]
     assert [issue.id for part in parts for issue in part.issues if not issue.shown_by] == []

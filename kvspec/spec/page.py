@@ -88,7 +88,7 @@ class Known(NamedTuple):
     sentence: str
     releases: str
     span: Span | None
-    """None if the releases aren't a span of RELEASES."""
+    """None if the releases aren't one span of RELEASES."""
     shown_by: tuple[str, ...]
     """Scripts, and tests as pytest names them."""
 
@@ -331,7 +331,9 @@ def _known(issue: KnownIssue, facts: _Facts) -> Known:
 
 def _known_of_gate(issue: Issue) -> Known:
     releases = issue.releases if isinstance(issue.releases, str) else ", ".join(issue.releases)
-    return Known(issue.id, issue.title, releases or "all releases", None, (issue.reference,))
+    covered = [index for index, release in enumerate(RELEASES) if issue.covers(release)]
+    span = Span(covered[0], covered[-1]) if covered and covered[-1] - covered[0] < len(covered) else None
+    return Known(issue.id, issue.title, str(span or releases), span, (issue.reference,))
 
 
 def _by_file(places: list[Place]) -> dict[str, list[str]]:
