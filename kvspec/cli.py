@@ -1,4 +1,4 @@
-"""The command line: gate, replay, measure, known, release."""
+"""The command line: gate, replay, measure, known; bench and release have files of their own."""
 
 import os
 import secrets
@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from kvspec import __version__, releases
+from kvspec.cli_bench import bench
 from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate
 from kvspec.history import story
 from kvspec.known import load_known
 from kvspec.ops import History
@@ -29,28 +31,6 @@ from kvspec.report.junit import JUnit
 from kvspec.report.terminal import StdoutConsole, Terminal
 
 DEFAULT_TARGET = "vllm-simple"
-
-
-class Duration(click.ParamType[float]):
-    """A time such as 60s, 2m or 1h, in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds, or fail with a sentence."""
-        try:
-            return seconds(str(value))
-        except KvspecError as error:
-            self.fail(str(error), param, ctx)
-
-
-known_option = click.option(
-    "--known",
-    "known_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Known issues of your own, beside those that come with kvspec.",
-)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,6 +44,7 @@ def cli() -> None:
       kvspec gate                                 search the vLLM that is importable (a checkout, a fork)
       kvspec replay .kvspec/findings/FINDING      run the history of a finding again
       kvspec measure                              what an engine step costs, beside vLLM alone
+      kvspec bench --seeds 3 --budget 60s         how surely known bugs and planted defects are found
       kvspec known                                confirmed bugs that the gate doesn't fail on
       kvspec release install 0.33.0               fetch a release ahead of time
 
@@ -272,6 +253,7 @@ def known(known_file: Path | None) -> None:
         click.echo(f"    {issue.target} {covered or 'all releases'}: {issue.law}, op {issue.op}, frame {issue.frame}")
 
 
+cli.add_command(bench)
 cli.add_command(release)
 
 
