@@ -391,7 +391,7 @@ class _Run:
                 release_path=one.release_path,
                 trials=[work.trial for work in works],
                 known=self._plan.known,
-                defects=self._plan.registry.absolute(),
+                defects=str(self._plan.registry.absolute()),
             ),
             one.environment,
         )

@@ -6,7 +6,6 @@ own. The parent hands them on to the handlers in ``kvspec.report``, adds its own
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import msgspec
 
@@ -87,7 +86,7 @@ class TrialJob(Job, frozen=True, kw_only=True):
     trials: list[Trial]
     known: list[Issue]
     """Failures that count only for the bug of the same name."""
-    defects: Path
+    defects: str
     """Directory of the registry of planted defects."""
 
 

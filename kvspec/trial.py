@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hypothesis.stateful import RuleBasedStateMachine
@@ -72,7 +73,7 @@ def run_trials(suite: Suite, job: TrialJob, emit: Callable[[Event], None], stopp
         emit(TrialStarted(job=job.job, trial=number))
         run = _Run(suite, job, number, emit, stopping)
         if trial.defect:
-            with planted(load_defects(job.defects)[trial.defect]):
+            with planted(load_defects(Path(job.defects))[trial.defect]):
                 run.run()
         else:
             run.run()
