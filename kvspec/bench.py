@@ -54,6 +54,9 @@ RESULTS = "results.jsonl"
 TRIALS_PER_WORKER = 6
 """At least so many trials share a process if they can: an import of vLLM costs as much as a finding."""
 
+_PARENTS = ("bench", "cli", "gate", "measure", "pytest_plugin", "report")
+"""Modules that no worker runs."""
+
 NOT_BUILT = "target not built"
 NO_RELEASE = "no supported release has it"
 
@@ -105,7 +108,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     kvspec: str
     code: str
-    """Digest of the sources: results of different code are not to be mixed."""
+    """Digest of what was run, cases and defects included: results of different code are not to be mixed."""
     budget_cpu_s: float
     started: str
 
@@ -173,13 +176,18 @@ def why_not(case: Case) -> str:
     return "" if case.bad else NO_RELEASE
 
 
-def source_digest() -> str:
-    """Return a digest of kvspec's and the strategies' sources, which together with the seeds make a run repeat."""
+def source_digest(*more: Path) -> str:
+    """Return a digest of all that runs in a worker, and of some files more: with the seeds, it makes a run repeat."""
     package = Path(kvspec.__file__).parent
+    files = [*(package.parent / "strategies").rglob("*.py"), *package.rglob("*.py")]
+    run = [
+        file for file in files if not any(part.startswith(_PARENTS) for part in file.relative_to(package.parent).parts)
+    ]
+    for place in more:
+        run += place.rglob("*.py") if place.is_dir() else [place]
     digest = hashlib.sha256()
-    for root in (package, package.parent / "strategies"):
-        for file in sorted(root.rglob("*.py")):
-            digest.update(file.relative_to(root.parent).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in sorted(run):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -225,7 +225,8 @@ def bench(
         registry=registry,
     )
     plan = _chosen(plan, names, targets)
-    header = Header(kvspec=kvspec.__version__, code=source_digest(), budget_cpu_s=budget, started=now())
+    digest = source_digest(*(place for place, wanted in ((cases, plan.cases), (registry, plan.defects)) if wanted))
+    header = Header(kvspec=kvspec.__version__, code=digest, budget_cpu_s=budget, started=now())
     console = StdoutConsole()
     with ExitStack() as stack:
         terminal = stack.enter_context(BenchTerminal(console))

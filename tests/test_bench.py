@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,13 +52,13 @@ Bench = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def bench(toy: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> Bench:
-    """Run the benchmark of two planted defects of the toy, with 2 seeds of 1 CPU-s; return exit status and output."""
+    """Run the benchmark of two planted defects of the toy, with 2 seeds of 0.6 CPU-s; return exit status and output."""
     Path("planted").mkdir()
     Path("planted/__init__.py").write_text(REGISTRY)
     toy("")
 
     def run(*arguments: str) -> tuple[int, str]:
-        defaults = ["--defects", "planted", "--seeds", "2", "--budget", "1s", "--jobs", "2", "--output", "out"]
+        defaults = ["--defects", "planted", "--seeds", "2", "--budget", "0.6s", "--jobs", "2", "--output", "out"]
         only = [] if "--cases" in arguments else ["--only", "defects"]
         with pytest.raises(SystemExit) as exit_:
             main(["bench", *defaults, *only, *arguments])
@@ -86,7 +84,7 @@ def test_a_planted_defect_is_found_by_every_seed_and_without_it_there_is_silence
     status, output = bench("--case", "the_door_is_left_shut")
     assert status == 0
     assert len(re.findall(r"seed [01]: found after [\d.]+ CPU-s, \d+ steps, 3 ops \(DOOR-1\)", output)) == 2
-    assert len(re.findall(r"seed [01]: silent for 1\.\d CPU-s", output)) == 2
+    assert len(re.findall(r"seed [01]: silent for 0\.\d CPU-s", output)) == 2
     assert "planted defects: 1 of 1 found by every seed and silent elsewhere" in output
     assert {(row.side, row.found, row.ops) for row in rows()} == {("bad", True, 3), ("fixed", False, 0)}
     assert all(row.seen.get("DOOR-1") for row in rows() if row.found)
@@ -95,7 +93,7 @@ def test_a_planted_defect_is_found_by_every_seed_and_without_it_there_is_silence
 def test_what_is_not_found_fails_and_says_how_far_it_got(bench: Bench) -> None:
     status, output = bench()
     assert status == 1
-    assert "nothing_is_wrong, as it is, seed 0: not found in 1." in output
+    assert "nothing_is_wrong, as it is, seed 0: not found in 0." in output
     assert re.search(
         r"nothing_is_wrong: \d+ histories of 2 seeds, what is required reached, and DOOR-1 unbroken", output
     )
@@ -110,7 +108,7 @@ def test_both_reports_have_every_case_and_nothing_from_elsewhere(bench: Bench) -
     assert "<polyline" in page
     assert not re.search(r"<script|<link|(?:src|href)=", page)
     assert "| 2 of 2 | 2 of 2 |" in text
-    assert "kvspec bench --seeds 2 --budget 1s" in text
+    assert "kvspec bench --seeds 2 --budget 0.6s" in text
 
 
 def test_equal_seeds_give_equal_results(bench: Bench) -> None:
@@ -140,39 +138,25 @@ def test_results_are_not_overwritten_nor_mixed_with_those_of_another_budget(benc
     assert bench() == (2, "Error: out/results.jsonl has results; go on with --resume, or choose another --output.\n")
     status, output = bench("--resume", "--budget", "2s")
     assert status == 2
-    assert "had a budget of 1.0 CPU-s, so they can't be gone on with" in output
+    assert "had a budget of 0.6 CPU-s, so they can't be gone on with" in output
 
 
 def test_ctrl_c_keeps_what_is_there_and_a_resumed_run_goes_on(bench: Bench) -> None:
-    command = [
-        "bench",
-        "--only",
-        "defects",
-        "--defects",
-        "planted",
-        "--seeds",
-        "1",
-        "--budget",
-        "1h",
-        "--output",
-        "out",
-    ]
-    command = [sys.executable, "-m", "kvspec.cli", *command, "--case", "the_door_is_left_shut", "--jobs", "1"]
-    for resume in ([], ["--resume"]):
-        run = subprocess.Popen([*command, *resume], stdout=subprocess.PIPE, text=True, env=os.environ | {"TOY": "slow"})
+    asked = ["--case", "the_door_is_left_shut", "--seeds", "1", "--budget", "3s", "--jobs", "1"]
+    command = [sys.executable, "-m", "kvspec.cli", "bench", "--only", "defects", "--defects", "planted", *asked]
+    with subprocess.Popen([*command, "--output", "out"], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        deadline = time.monotonic() + 60
-        while len(rows() if Path("out/results.jsonl").exists() else []) < 1 or resume:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-            if resume and time.monotonic() > deadline - 57:
-                break
-        run.send_signal(signal.SIGINT)
-        output = run.stdout.read()
-        assert run.wait(60) == 130
-        assert "Interrupted" in output
-        assert [(row.side, row.found) for row in rows()] == [("bad", True)]
-        assert "**Interrupted: what follows isn't complete.**" in Path("out/bench.md").read_text()
+        said = ""
+        for line in run.stdout:
+            said += line
+            if "found after" in line:
+                run.send_signal(signal.SIGINT)
+    assert run.returncode == 130
+    assert "Interrupted" in said
+    assert [(row.side, row.found) for row in rows()] == [("bad", True)]
+    assert "**Interrupted: what follows isn't complete.**" in Path("out/bench.md").read_text()
+    assert bench(*asked, "--resume")[0] == 0
+    assert [(row.side, row.found) for row in rows()] == [("bad", True), ("fixed", False)]
 
 
 def test_a_worker_that_dies_takes_one_trial_with_it(
