@@ -1,4 +1,4 @@
-"""The command line: gate, replay, measure, known, spec, release."""
+"""The command line: gate, replay, measure, known, spec; bench and release have files of their own."""
 
 import contextlib
 import os
@@ -16,11 +16,13 @@ from msgspec.structs import replace
 from rich.text import Text
 
 from kvspec import __version__, releases
+from kvspec.cli_bench import bench
 from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds, split_target
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
 from kvspec.report.github import annotations
@@ -29,19 +31,6 @@ from kvspec.report.terminal import PipeConsole, StdoutConsole, Terminal
 from kvspec.spec import FORMATS, collect, render
 
 DEFAULT_TARGET = "vllm-simple"
-
-
-class Duration(click.ParamType[float]):
-    """A time such as 60s, 2m or 1h, in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds, or fail with a sentence."""
-        try:
-            return seconds(str(value))
-        except KvspecError as error:
-            self.fail(str(error), param, ctx)
 
 
 class ReaderGone(Exception):
@@ -69,15 +58,6 @@ class Commands(click.Group):
             return super().invoke(ctx)
 
 
-known_option = click.option(
-    "--known",
-    "known_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Known issues of your own, beside those that come with kvspec.",
-)
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvspec")
 def cli() -> None:
@@ -89,6 +69,7 @@ def cli() -> None:
       kvspec gate                                 search the vLLM that is importable (a checkout, a fork)
       kvspec replay .kvspec/findings/FINDING      run the history of a finding again
       kvspec measure                              what an engine step costs, beside vLLM alone
+      kvspec bench --seeds 3 --budget 60s         how surely known bugs and planted defects are found
       kvspec known                                confirmed bugs that the gate doesn't fail on
       kvspec spec --clause POOL-2                 what a clause or a law says, and what checks it
       kvspec release install 0.33.0               fetch a release ahead of time
@@ -338,6 +319,7 @@ def spec(format_: str | None, output: Path | None, clause: str | None) -> None:
         raise KvspecError(f"{output} can't be written: {error.strerror or error}.") from error
 
 
+cli.add_command(bench)
 cli.add_command(release)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+import random
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -10,26 +12,29 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvspec.ops import EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
-from strategies.traffic import SEEDS, Mix, Traffic, mixes
+from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
 
-ADVERSARIES = st.sampled_from(["random", "random", "pct:1", "pct:3", "fair"])
+ADVERSARY_NAMES = ("random", "random", "pct:1", "pct:3", "fair")
+ADVERSARIES = st.sampled_from(ADVERSARY_NAMES)
+
+SETUPS: dict[str, tuple[Any, ...]] = {
+    "gpu_blocks": (7, 9, 12),
+    "cpu_blocks": (4, 7, 12, 20),
+    "step_tokens": (6, 16, 48),
+    "running_max": (2, 4),
+    "async_scheduling": (False, True),
+    "runner_v2": (False, True),
+    "ranks": (1, 1, 1, 2),
+    "lazy": (False, False, False, True),
+    "events": (False, True),
+    "priority": (False, False, True),
+}
+"""Small engines: pools that a handful of requests can fill. Values that are listed twice are drawn twice as often."""
 
 
 def setups() -> st.SearchStrategy[EngineSetup]:
-    """Draw a small engine: pools that a handful of requests can fill."""
-    return st.builds(
-        EngineSetup,
-        gpu_blocks=st.sampled_from([7, 9, 12]),
-        cpu_blocks=st.sampled_from([4, 7, 12, 20]),
-        step_tokens=st.sampled_from([6, 16, 48]),
-        running_max=st.sampled_from([2, 4]),
-        async_scheduling=st.booleans(),
-        runner_v2=st.booleans(),
-        ranks=st.sampled_from([1, 1, 1, 2]),
-        lazy=st.sampled_from([False, False, False, True]),
-        events=st.booleans(),
-        priority=st.sampled_from([False, False, True]),
-    )
+    """Draw a small engine."""
+    return drawn(EngineSetup, SETUPS)
 
 
 class Sink(Protocol):
@@ -67,19 +72,37 @@ class SimpleOffloadMachine(RuleBasedStateMachine):
     )
     target: ClassVar[Target]
     sink: ClassVar[Sink | None] = None
+    fair: ClassVar[bool] = False
+    """Ablation: a device that always makes progress, instead of the adversary that was drawn."""
+    live_prefixes: ClassVar[bool] = True
+    """Ablation if false: no prompt is repeated or continued on purpose."""
 
     world: World | None = None
 
     @initialize(setup=setups(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
     def start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
-        self.world = World(self.target, setup, adversary, seed)
-        self.traffic = Traffic(setup, mix, self.world)
+        self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
+        self.traffic = Traffic(setup, mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
 
     @rule(seed=SEEDS)
     def burst(self, seed: int) -> None:
         assert self.world is not None
         for op in self.traffic.burst(seed):
             self.world.apply(op)
+
+    @classmethod
+    def raw(cls, rng: random.Random, rules: int) -> None:
+        """Make one history without Hypothesis: the same choices, each drawn evenly, and so many bursts."""
+        machine = cls()
+        machine.start(
+            setup=chosen(EngineSetup, SETUPS, rng),
+            mix=chosen(Mix, MIXES, rng),
+            adversary=rng.choice(ADVERSARY_NAMES),
+            seed=rng.getrandbits(32),
+        )
+        for _ in range(rules):
+            machine.burst(seed=rng.getrandbits(32))
+        machine.teardown()
 
     def teardown(self) -> None:
         if self.world is None:
