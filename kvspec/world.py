@@ -51,6 +51,16 @@ EVENTS = {
     "idle": "the engine went idle",
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
+    "deferred lookup": "the connector asked to be asked again",
+    "chunk behind a local hit": "a load began inside a chunk, behind the blocks of it that the GPU had",
+    "preemption with a store in flight": "a request was preempted whose blocks were being stored",
+    "re-admission before the report": "a preempted request was looked up before its stores were reported",
+    "abort before any schedule": "a request was aborted that had never been scheduled",
+    "flush": "workers were told to finish a store before its blocks are reused",
+    "LRU eviction": "the LRU policy gave up a chunk",
+    "ARC eviction": "the ARC policy gave up a chunk",
+    "store refused": "the CPU tier had no room for a store: all of it was pinned",
+    "kernel copy": "a load was done by a kernel instead of a copy engine",
 }
 
 _ABORTS = {
@@ -345,16 +355,20 @@ class World:
             self._reach("finish with stores in flight")
 
     def copied(self, block: CopiedBlock) -> None:
-        gpu_refs, cpu_refs = self._engine.block_refs(block.gpu, block.cpu)
-        if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu <= 0:
+        gpu_refs, cpu_refs = self._engine.copy_refs(block)
+        null = self._engine.cpu_null_block
+        if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu < 0 or block.cpu == null:
             self._break(
                 laws.OWN,
-                laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank),
+                laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank, null),
                 op="step",
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
         self._break(laws.SHADOW, [str(mismatch)], op="step")
+
+    def saw(self, event: str) -> None:
+        self._reach(event)
 
     # The end ----------------------------------------------------------------------------------------------------------
 
