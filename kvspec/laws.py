@@ -155,6 +155,12 @@ def nothing_is_kept(kept: Mapping[str, int]) -> Iterator[str]:
         yield f"idle, but the connector still keeps (map: entries): {left}"
 
 
+def stores_were_started(unstarted: int) -> Iterator[str]:
+    """PROGRESS-1, of an engine that has just gone idle."""
+    if unstarted:
+        yield f"idle, but {unstarted} planned stores were never begun: the engine waits for its next request"
+
+
 def copy_is_owned(
     gpu: int, cpu: int, gpu_refs: int, cpu_refs: int, to_gpu: bool, rank: int, cpu_null: int | None = 0
 ) -> Iterator[str]:

@@ -288,7 +288,7 @@ class _RoundOver(BaseException):
 def _own_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
-    from strategies.simple import MACHINES
+    from strategies.machines import MACHINES
 
     target = load_target(name)
     base = MACHINES[parse_target(name)[0]]

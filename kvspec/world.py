@@ -130,10 +130,12 @@ class World:
         self._loads_due: Counter[tuple[str, int]] = Counter()
         self._first_report: dict[str, int] = {}
         self._lookups_open: set[str] = set()
+        self._admitted: set[str] = set()
         self._local_hit: dict[str, int] = {}
         self._names: dict[str, None] = {}
         self._preempted: set[str] = set()
         self._reset_victims: set[str] = set()
+        self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
         self._seen: set[tuple[str, str, str]] = set()
         self._tables: dict[str, set[int]] = {}
@@ -196,6 +198,8 @@ class World:
         if status is None:
             return
         self._reach(_ABORTS[status])
+        if op.request not in self._admitted:
+            self._reach("abort before any schedule")
         if op.in_step:
             self._reach("abort in step")
         self._engine.abort(op.request, op.in_step)
@@ -221,6 +225,7 @@ class World:
         else:
             self._reach("reset refused")
         if op.connector:
+            self._connector_reset = True
             self._cpu_index = dict(self._engine.cpu_index())
 
     def _settle(self, steps: int) -> None:
@@ -301,10 +306,13 @@ class World:
         if request in self._lookups_open:
             self._reach("lookup without allocation")
         self._lookups_open.add(request)
+        if external_tokens is None:
+            self._reach("deferred lookup")
         self._local_hit[request] = local_tokens
 
     def allocated(self, request: str, external_tokens: int) -> None:
         self._lookups_open.discard(request)
+        self._admitted.add(request)
         if external_tokens <= 0:
             return
         self._reach("load")
@@ -387,6 +395,8 @@ class World:
 
     def _drain(self) -> None:
         self._run_to_idle()
+        if self.alive:
+            self._break(laws.PROGRESS, laws.stores_were_started(self._engine.stores_unstarted()), place="stores")
         for kick in range(KICKS_MAX if self.alive else 0):
             if self._engine.polls_when_idle or not self._engine.transfers_outstanding():
                 break
@@ -402,7 +412,7 @@ class World:
             replayed = self._engine.events(tier)
             if replayed is not None:
                 found = laws.events_replay(tier, replayed, index, self._engine.describe_key)
-                self._break(laws.EVENTS, found, place=tier)
+                self._break(laws.EVENTS, found, place=f"{tier} after a reset" if self._connector_reset else tier)
 
     def _check_release(self) -> None:
         """An engine that sleeps with stores in flight (SimpleCPUOffload up to 0.29) may hold their blocks, and no

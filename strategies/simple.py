@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvspec.ops import EngineSetup
-from kvspec.targets import Target
-from kvspec.world import Outcome, World
-from strategies.traffic import SEEDS, Mix, Traffic, mixes
-
-ADVERSARIES = st.sampled_from(["random", "random", "pct:1", "pct:3", "fair"])
+from strategies.machine import OffloadMachine
 
 
 def setups() -> st.SearchStrategy[EngineSetup]:
@@ -32,15 +27,10 @@ def setups() -> st.SearchStrategy[EngineSetup]:
     )
 
 
-class Sink(Protocol):
-    """Gets every history that has ended. A machine without one fails with the first violation instead."""
+class SimpleOffloadMachine(OffloadMachine):
+    """SimpleCPUOffload: eager and lazy."""
 
-    def __call__(self, world: World, outcome: Outcome) -> None: ...
-
-
-class SimpleOffloadMachine(RuleBasedStateMachine):
-    """Bursts of traffic on one engine."""
-
+    setups = setups()
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
             "store",
@@ -65,30 +55,3 @@ class SimpleOffloadMachine(RuleBasedStateMachine):
             "step without a forward",
         }
     )
-    target: ClassVar[Target]
-    sink: ClassVar[Sink | None] = None
-
-    world: World | None = None
-
-    @initialize(setup=setups(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
-    def start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
-        self.world = World(self.target, setup, adversary, seed)
-        self.traffic = Traffic(setup, mix, self.world)
-
-    @rule(seed=SEEDS)
-    def burst(self, seed: int) -> None:
-        assert self.world is not None
-        for op in self.traffic.burst(seed):
-            self.world.apply(op)
-
-    def teardown(self) -> None:
-        if self.world is None:
-            return
-        outcome = self.world.finish()
-        if self.sink is not None:
-            self.sink(self.world, outcome)
-        elif outcome.violations:
-            raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
-
-
-MACHINES: dict[str, type[SimpleOffloadMachine]] = {"vllm-simple": SimpleOffloadMachine}

@@ -14,8 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvspec.laws import Violation
 from kvspec.search import SETTINGS
-from kvspec.targets import Target, load_target
-from strategies.simple import SimpleOffloadMachine
+from kvspec.targets import Target, load_target, parse_target
+from strategies.machines import MACHINES
 
 
 @dataclass
@@ -43,7 +43,8 @@ def hunt(target: Target, number: int, histories: int, until: str | None = None) 
         if until in catch.violations or catch.histories >= histories:
             raise _Enough
 
-    machine = type("Machine", (SimpleOffloadMachine,), {"target": target, "sink": staticmethod(ended)})
+    base = MACHINES[parse_target(target.name)[0]]
+    machine = type("Machine", (base,), {"target": target, "sink": staticmethod(ended)})
     profile = settings(SETTINGS, max_examples=histories, stateful_step_count=8)
     with suppress(_Enough):
         run_state_machine_as_test(seed(number)(machine), settings=profile)

@@ -9,7 +9,7 @@ import kvspec
 from kvspec.laws import LAWS
 from kvspec.targets import TARGETS
 from kvspec.world import EVENTS
-from strategies.simple import MACHINES
+from strategies.machines import MACHINES
 
 ROOT = Path(__file__).parent.parent
 

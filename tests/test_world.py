@@ -39,7 +39,9 @@ from kvspec.ops import (
 )
 from kvspec.targets import Target
 from kvspec.world import EVENTS, Outcome, World, make_adversary, run_history
-from strategies.simple import ADVERSARIES, MACHINES, setups
+from strategies.machine import ADVERSARIES
+from strategies.machines import MACHINES
+from strategies.simple import setups
 from strategies.traffic import SEEDS, Mix, Traffic, mixes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair

@@ -106,6 +106,9 @@ class Engine(Protocol):
     def stores_queued(self) -> bool:
         """Whether the connector holds stores that no schedule has planned yet."""
 
+    def stores_unstarted(self) -> int:
+        """Return how many planned stores no rank has begun."""
+
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pools(self) -> tuple[PoolView, PoolView]: ...
     def copy_refs(self, block: CopiedBlock) -> tuple[int, int]:

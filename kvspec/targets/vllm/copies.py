@@ -79,11 +79,11 @@ def pinned_empty(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Ten
 class CudaRuntime:
     """Stands for vLLM's own binding of the CUDA runtime (0.32 and later)."""
 
-    def cudaHostRegister(self, address: int, size: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int) -> int:
         current_device().host_register(address, size)
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         current_device().host_unregister(address)
         return 0
 

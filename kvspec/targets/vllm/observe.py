@@ -55,6 +55,7 @@ class Tier(Protocol):
 
     def stores_due(self) -> bool: ...
     def stores_queued(self) -> bool: ...
+    def stores_unstarted(self) -> int: ...
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pool(self) -> PoolView: ...
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
@@ -84,9 +85,7 @@ class ObservedEngine:
     ) -> None:
         self._setup = setup
         self._probe = probe
-        self._vllm = VllmEngine(
-            setup, connector, connector_config, adversary, probe.mismatch, self._rank_has_output
-        )
+        self._vllm = VllmEngine(setup, connector, connector_config, adversary, probe.mismatch, self._rank_has_output)
         self._tier = make_tier(self._vllm, probe)
         self.actors = self._vllm.actors
         self.polls_when_idle = self._tier.polls_when_idle
@@ -268,6 +267,9 @@ class ObservedEngine:
 
     def stores_queued(self) -> bool:
         return self._tier.stores_queued()
+
+    def stores_unstarted(self) -> int:
+        return self._tier.stores_unstarted()
 
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
         return self._tier.blocks_in_stores()

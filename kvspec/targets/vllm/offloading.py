@@ -7,6 +7,7 @@ finish (*flush*) the store before the block is written.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from kvspec.engine.shadow import Batch, ShadowMemory
 from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe
-from kvspec.targets.vllm.config import block_bytes
+from kvspec.targets.vllm.config import LAYERS, block_bytes
 from kvspec.targets.vllm.copies import (
     CudaRuntime,
     SwapKernel,
@@ -203,10 +204,12 @@ class _Job:
     pairs: tuple[tuple[int, int], ...]
     schedule: int
     """Number of the schedule that planned it."""
-    reset: int
-    """How many resets came before it."""
     reports_due: int
-    started: bool = False
+    copies_due: int
+    is_running: bool
+    """Whether the request was scheduled then: if so, what others wrote in that step it shares with them."""
+    is_let_go: bool = False
+    """The manager has forgotten it; workers must finish it before they begin anything later."""
 
 
 @dataclass
@@ -239,11 +242,12 @@ class OffloadingTier:
         self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.24 and later
         self._schedules = 0
         self._schedules_with_forward: list[int] = []
-        self._resets = 0
-        self._jobs: dict[int, _Job] = {}
+        self._numbers = itertools.count()
         self._due: dict[int, _Job] = {}
+        self._let_go_stores: list[_Job] = []
         self._by_pair: dict[tuple[bool, int, int], _Job] = {}
         self._preempted: set[str] = set()
+        self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
             self._listen_to_forwards(self._ranks[rank.index], rank.memory)
@@ -262,14 +266,11 @@ class OffloadingTier:
             name = request.request_id
             if name in self._preempted and any(job.request == name for job in self._due.values()):
                 probe.saw("re-admission before the report")
-            answer = lookup(request, local)
-            if answer[0] is None:
-                probe.saw("deferred lookup")
-            return answer
+            return lookup(request, local)
 
         def reset_cache() -> Any:
             answer = reset()
-            self._resets += 1
+            self._let_go(self._due.values())
             return answer
 
         def prepare_store(*args: Any, **more: Any) -> Any:
@@ -315,11 +316,17 @@ class OffloadingTier:
         if output.total_num_scheduled_tokens:
             self._schedules_with_forward.append(self._schedules)
         self._note_preemptions(output)
-        loads = self._plan(metadata.load_jobs, is_store=False)
-        stores = self._plan(metadata.store_jobs, is_store=True)
-        if metadata.jobs_to_flush:
+        if hasattr(metadata, "load_jobs"):
+            planned_loads, planned_stores, flushed = metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush
+        else:  # up to 0.20
+            planned_loads, planned_stores = self._number(metadata.reqs_to_load), self._number(metadata.reqs_to_store)
+            flushed = metadata.reqs_to_flush
+            self._let_go(job for job in self._due.values() if job.request in (flushed or ()))
+        loads = self._plan(output, planned_loads, is_store=False)
+        stores = self._plan(output, planned_stores, is_store=True)
+        if flushed:
             self._probe.saw("flush")
-        trace = f"{[(job.number, job.request, job.pairs) for job in loads + stores]}{sorted(metadata.jobs_to_flush or ())}"
+        trace = f"{[(job.number, job.request, job.pairs) for job in loads + stores]}{sorted(flushed or ())}"
         return Transfers(sum(len(job.pairs) for job in stores), sum(len(job.pairs) for job in loads), trace)
 
     def _note_preemptions(self, output: Any) -> None:
@@ -328,7 +335,20 @@ class OffloadingTier:
             if any(job.is_store and job.request == request for job in self._due.values()):
                 self._probe.saw("preemption with a store in flight")
 
-    def _plan(self, planned: Mapping[int, Any], is_store: bool) -> list[_Job]:
+    def _number(self, transfers: Mapping[str, Any]) -> dict[int, Any]:
+        """Return transfers by request, as releases up to 0.20 name them, as jobs with numbers."""
+        return {
+            next(self._numbers): SimpleNamespace(req_id=request, src_spec=source, dst_spec=destination)
+            for request, (source, destination) in transfers.items()
+        }
+
+    def _let_go(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            job.is_let_go = True
+            if job.is_store and job.copies_due and job not in self._let_go_stores:
+                self._let_go_stores.append(job)
+
+    def _plan(self, output: Any, planned: Mapping[int, Any], is_store: bool) -> list[_Job]:
         jobs = []
         for number, transfer in planned.items():
             gpu, cpu = (transfer.src_spec, transfer.dst_spec) if is_store else (transfer.dst_spec, transfer.src_spec)
@@ -340,26 +360,31 @@ class OffloadingTier:
                 is_store=is_store,
                 pairs=tuple(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
                 schedule=self._schedules,
-                reset=self._resets,
                 reports_due=self._setup.ranks,
+                copies_due=self._setup.ranks * LAYERS * int(gpu.block_ids.size),
+                is_running=transfer.req_id in output.num_scheduled_tokens,
             )
-            self._jobs[number] = self._due[number] = job
+            self._due[number] = job
             self._by_pair.update({(is_store, block, chunk): job for block, chunk in job.pairs})
             jobs.append(job)
         return jobs
 
     def reported(self, output: Any) -> None:
         for number, ranks in getattr(output.kv_connector_worker_meta, "completed_jobs", {}).items():
-            job = self._jobs[number]
-            job.reports_due -= ranks
-            if job.reports_due <= 0:
-                self._due.pop(number, None)
+            if job := self._due.get(number):
+                job.reports_due -= ranks
+                if job.reports_due <= 0:
+                    del self._due[number]
+        if self._names_requests:
+            ended = {True: output.finished_sending or (), False: output.finished_recving or ()}
+            for job in [job for job in self._due.values() if job.request in ended[job.is_store]]:
+                del self._due[job.number]
 
     def copied(self, block: CopiedBlock) -> None:
         job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
         if job is None:
             return
-        job.started = True
+        job.copies_due -= 1
         view = self._ranks[block.rank]
         view.copied[block.cpu] = max(job.number, view.copied.get(block.cpu, -1))
         if job.is_store:
@@ -387,7 +412,7 @@ class OffloadingTier:
         return False
 
     def stores_unstarted(self) -> int:
-        return sum(not job.started for job in self._due.values() if job.is_store)
+        return sum(job.copies_due > 0 for job in self._due.values() if job.is_store)
 
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
         pairs = [pair for job in self._due.values() if job.is_store for pair in job.pairs]
@@ -406,23 +431,26 @@ class OffloadingTier:
             if status.ref_cnt == 0:
                 unpinned.append(_chunk_id(status))
         evictable = _attribute(manager, "_num_evictable_cache_chunks", "_num_evictable_cache_blocks", None)
-        return PoolView("CPU", refs, free + unpinned, free_count + (len(unpinned) if evictable is None else evictable), -1)
+        return PoolView(
+            "CPU", refs, free + unpinned, free_count + (len(unpinned) if evictable is None else evictable), -1
+        )
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
-        """A store's source is the store's until somebody else writes it; a job from before a reset keeps its chunk
-        until a later job has used it."""
+        """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
+        later job has used it."""
         job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
         if job is None:
             return gpu_refs, 0
         view = self._ranks[block.rank]
         if job.is_store:
             schedule, writer = view.written.get(block.gpu, (0, ""))
-            is_lost = schedule > job.schedule or (schedule == job.schedule and writer != job.request)
+            same_step = schedule == job.schedule and writer != job.request and not job.is_running
+            is_lost = schedule > job.schedule or same_step
             gpu_refs = 0 if is_lost else max(gpu_refs, 1)
         latest = (view.copied if job.is_store else view.stored).get(block.cpu, -1)
         if latest > job.number:
             return gpu_refs, 0
-        return gpu_refs, int(job.reset < self._resets or self._is_pinned(job, block.cpu))
+        return gpu_refs, int(job.is_let_go or self._is_pinned(job, block.cpu))
 
     def _is_pinned(self, job: _Job, chunk: int) -> bool:
         for status in self._chunks().values():
@@ -445,7 +473,11 @@ class OffloadingTier:
         return {name: len(getattr(self._scheduler, name, None) or ()) for name in names}
 
     def index(self) -> Mapping[bytes, int]:
-        return {key + _CHUNK: _chunk_id(status) for key, status in self._chunks().items() if status.is_ready}
+        """Return the ready chunks; one whose store was let go is as good as ready once the workers have done it."""
+        self._let_go_stores = [job for job in self._let_go_stores if job.copies_due]
+        unwritten = {chunk for job in self._let_go_stores for _, chunk in job.pairs}
+        ready = {key + _CHUNK: _chunk_id(status) for key, status in self._chunks().items() if status.is_ready}
+        return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
 
     def _chunks(self) -> Mapping[bytes, Any]:
         policy = self._policy

@@ -126,6 +126,9 @@ class SimpleOffloadTier:
     def stores_queued(self) -> bool:
         return bool(getattr(self._manager, "_pending_finished_stores", ()))  # 0.30 and later
 
+    def stores_unstarted(self) -> int:
+        return 0  # its copies begin in the step that plans them
+
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
         plans = [self._store_blocks[event] for event in self._stores_due]
         return {block for gpu, _ in plans for block in gpu}, {block for _, cpu in plans for block in cpu}
