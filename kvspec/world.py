@@ -27,7 +27,20 @@ from kvspec.laws import Violation
 from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, History, Op, Reset, Settle, Step
 from kvspec.targets import CopiedBlock, Engine, Plan, Target
 
-EVENTS = {
+OFFLOADING_EVENTS = {
+    "deferred lookup": "the connector asked to be asked again",
+    "chunk behind a local hit": "a load began inside a chunk, behind the blocks of it that the GPU had",
+    "preemption with a store in flight": "a request was preempted whose blocks were being stored",
+    "re-admission before the report": "a preempted request was looked up before its stores were reported",
+    "flush": "workers were told to finish a store before its blocks are reused",
+    "LRU eviction": "the LRU policy gave up a chunk",
+    "ARC eviction": "the ARC policy gave up a chunk",
+    "store refused": "the CPU tier had no room for a store: all of it was pinned",
+    "kernel copy": "a load was done by a kernel instead of a copy engine",
+}
+"""What only OffloadingConnector does, or tells of."""
+
+EVENTS = OFFLOADING_EVENTS | {
     "store": "blocks were stored in the CPU tier",
     "load": "a load from the CPU tier was started",
     "load finished": "a load ended and its request went on",
@@ -51,16 +64,7 @@ EVENTS = {
     "idle": "the engine went idle",
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
-    "deferred lookup": "the connector asked to be asked again",
-    "chunk behind a local hit": "a load began inside a chunk, behind the blocks of it that the GPU had",
-    "preemption with a store in flight": "a request was preempted whose blocks were being stored",
-    "re-admission before the report": "a preempted request was looked up before its stores were reported",
     "abort before any schedule": "a request was aborted that had never been scheduled",
-    "flush": "workers were told to finish a store before its blocks are reused",
-    "LRU eviction": "the LRU policy gave up a chunk",
-    "ARC eviction": "the ARC policy gave up a chunk",
-    "store refused": "the CPU tier had no room for a store: all of it was pinned",
-    "kernel copy": "a load was done by a kernel instead of a copy engine",
 }
 
 _ABORTS = {

@@ -12,8 +12,9 @@ from typing import Any
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvspec.known import known_as, load_known
 from kvspec.laws import Violation
-from kvspec.search import SETTINGS
+from kvspec.search import SETTINGS, implementation_version, violation_key
 from kvspec.targets import Target, load_target, parse_target
 from strategies.machines import MACHINES
 
@@ -23,6 +24,7 @@ class Catch:
     """What a hunt has seen: the first violation of each law, and how often each event was reached."""
 
     violations: dict[str, Violation] = field(default_factory=dict)
+    all: list[Violation] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
     histories: int = 0
 
@@ -31,15 +33,22 @@ class _Enough(BaseException):
     """Leaves a Hypothesis run."""
 
 
-def hunt(target: Target, number: int, histories: int, until: str | None = None) -> Catch:
-    """Run up to ``histories`` histories of seed ``number``; stop early once the law ``until`` was broken."""
+def hunt(target: Target, number: int, histories: int, until: str | None = None, but_known: bool = False) -> Catch:
+    """Run up to ``histories`` histories of seed ``number``; stop early once the law ``until`` was broken.
+
+    ``but_known``: other than by a known issue of the target.
+    """
     catch = Catch()
+    known = load_known() if but_known else []
+    version = implementation_version(target.name) if but_known else None
 
     def ended(world: Any, outcome: Any) -> None:
         catch.histories += 1
         catch.reached.update(outcome.reached)
+        catch.all.extend(outcome.violations)
         for violation in outcome.violations:
-            catch.violations.setdefault(violation.law, violation)
+            if not known_as(known, violation_key(target.name, violation), version):
+                catch.violations.setdefault(violation.law, violation)
         if until in catch.violations or catch.histories >= histories:
             raise _Enough
 

@@ -59,7 +59,11 @@ def tensor_to(self: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
     if not more.get("non_blocking"):
         raise NotImplementedError("a blocking copy of a tensor to the GPU isn't simulated")
     on_device = torch.empty_like(self)
-    current_device().launch("upload", lambda: on_device.copy_(self))
+
+    def upload() -> None:
+        on_device.copy_(self)
+
+    current_device().launch("upload", upload)
     return on_device
 
 

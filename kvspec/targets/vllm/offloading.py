@@ -23,6 +23,7 @@ from kvspec.device.adversary import Adversary
 from kvspec.device.cuda_names import current_device, installed, use
 from kvspec.device.simulated import SimulatedDevice
 from kvspec.engine.shadow import Batch, ShadowMemory
+from kvspec.errors import KvspecError
 from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe
@@ -66,6 +67,8 @@ def region_bytes(setup: EngineSetup) -> int:
 
 def instant_output(metadata: Any, ranks: int) -> tuple[set[str], Any]:
     """Return (requests loaded, worker metadata) of a worker that has done at once all that the metadata asks for."""
+    if not hasattr(metadata, "load_jobs"):
+        raise KvspecError("OffloadingConnector can't be measured before 0.21: its transfers have no numbers there.")
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 
     jobs = [*metadata.load_jobs, *metadata.store_jobs]
@@ -79,6 +82,7 @@ def stand_ins(make_region: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], 
     ``make_region`` wraps the class of the shared memory region.
     """
     import vllm._custom_ops as ops
+    import vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker as connector_worker
     from vllm.v1.kv_offload.cpu import shared_offload_region, spec
 
     worker = _import_any("vllm.v1.kv_offload.cpu.gpu_worker", "vllm.v1.kv_offload.worker.cpu_gpu")
@@ -89,12 +93,13 @@ def stand_ins(make_region: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], 
         is_cuda=lambda: True,
         is_rocm=lambda: False,
         is_xpu=lambda: False,
-        Stream=lambda: torch.cuda.Stream(),
+        Stream=lambda: torch.cuda.Stream(),  # type: ignore[no-untyped-call]
         current_stream=lambda: torch.cuda.current_stream(),
         stream=lambda stream: torch.cuda.stream(stream),
     )
     candidates: tuple[tuple[Any, str, Any], ...] = (
         (ops, "swap_blocks_batch", swap_blocks_batch),
+        (connector_worker, "get_layers_from_vllm_config", _attention_layers),  # up to 0.22
         (spec, "current_platform", platform),
         (spec, "_all_workers_barrier", lambda: None),  # the file is there already if there are several ranks
         (spec, "SharedOffloadRegion", make_region(getattr(spec, "SharedOffloadRegion", None))),  # 0.27.1 and later
@@ -117,6 +122,12 @@ def stand_ins(make_region: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], 
     return tuple(stand_in for stand_in in candidates if hasattr(stand_in[0], stand_in[1]))
 
 
+def _attention_layers(vllm_config: Any, kind: Any, names: list[str]) -> dict[str, Any]:
+    """Stand for the model's attention layers: their backend has blocks first, so a block is one stretch of bytes."""
+    backend = SimpleNamespace(get_kv_cache_shape=lambda num_blocks, **_: (num_blocks, -1))
+    return dict.fromkeys(names, SimpleNamespace(get_attn_backend=lambda: backend))
+
+
 def _import_any(*names: str) -> Any:
     """Return the first of the modules that the release has, or None."""
     import importlib
@@ -137,6 +148,7 @@ class OffloadingTarget:
         self.own_files: tuple[str, ...] = (str(Path(vllm.__file__).parent),)
         self._open: list[OffloadingTier] = []
         self._regions: list[tuple[SimulatedDevice, Any]] = []
+        self._files: list[Path] = []
         self._ranks = 1
 
     @contextmanager
@@ -162,11 +174,10 @@ class OffloadingTarget:
             if self._ranks > 1 and device.rank == 0:
                 chunks, chunk_bytes = more.get("num_chunks"), more.get("kv_bytes_per_chunk")
                 path.touch()
+                self._files.append(path)
                 os.truncate(path, (chunks or more["num_blocks"]) * (chunk_bytes or more["kv_bytes_per_block"]))
             region = region_class(engine_id=engine_id, **more)
             self._regions.append((device, region))
-            if self._ranks > 1 and device.rank == self._ranks - 1:
-                path.unlink()
             return region
 
         return make
@@ -183,6 +194,9 @@ class OffloadingTarget:
             finally:
                 use(before)
         self._regions.clear()
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
 
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
         def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
@@ -338,8 +352,8 @@ class OffloadingTier:
     def _number(self, transfers: Mapping[str, Any]) -> dict[int, Any]:
         """Return transfers by request, as releases up to 0.20 name them, as jobs with numbers."""
         return {
-            next(self._numbers): SimpleNamespace(req_id=request, src_spec=source, dst_spec=destination)
-            for request, (source, destination) in transfers.items()
+            next(self._numbers): SimpleNamespace(req_id=request, transfer_spec=specs)
+            for request, specs in transfers.items()
         }
 
     def _let_go(self, jobs: Iterable[_Job]) -> None:
@@ -351,7 +365,7 @@ class OffloadingTier:
     def _plan(self, output: Any, planned: Mapping[int, Any], is_store: bool) -> list[_Job]:
         jobs = []
         for number, transfer in planned.items():
-            gpu, cpu = (transfer.src_spec, transfer.dst_spec) if is_store else (transfer.dst_spec, transfer.src_spec)
+            gpu, cpu = _specs(transfer) if is_store else reversed(_specs(transfer))
             if not is_store and any(index % self._setup.blocks_per_chunk for index in gpu.block_indices):
                 self._probe.saw("chunk behind a local hit")
             job = _Job(
@@ -536,6 +550,14 @@ def _handlers(worker_connector: Any) -> list[Any]:
 
 def _cpu_tensors(worker_connector: Any) -> list[np.ndarray]:
     return [tensor.numpy() for tensor in _handlers(worker_connector)[0].dst_tensors]
+
+
+def _specs(transfer: Any) -> tuple[Any, Any]:
+    """Return (source, destination) of a transfer job; one field of two up to 0.24."""
+    if hasattr(transfer, "src_spec"):
+        return transfer.src_spec, transfer.dst_spec
+    source, destination = transfer.transfer_spec
+    return source, destination
 
 
 def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[int, int]]:
