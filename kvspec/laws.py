@@ -71,8 +71,8 @@ DEVICE = _law(
 )
 PROGRESS = _law(
     "PROGRESS-1",
-    "With a device that makes progress, an engine gets rid of its requests, and then goes idle.",
-    "Otherwise clients wait for ever while nothing runs, or the engine works for nobody.",
+    "With a device that makes progress, an engine gets rid of its requests, begins the stores it planned, and goes idle.",
+    "Otherwise clients wait for ever while nothing runs, or the engine works for nobody, or stores wait for a client.",
 )
 CONSERVE = _law(
     "CONSERVE-1",
@@ -81,7 +81,7 @@ CONSERVE = _law(
 )
 OWN = _law(
     "OWN-1",
-    "While a copy executes, both of its blocks are referenced, and neither is the null block.",
+    "While a copy executes, both of its blocks are held for it, and neither is the null block.",
     "A copy from or to a free block races with its next owner.",
 )
 INDEX = _law(
