@@ -324,7 +324,7 @@ def _equality_suite(name: str) -> Suite:
 def _engine_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
-    from strategies.simple import MACHINES
+    from strategies.machines import MACHINES
 
     target = load_target(name)
     base = MACHINES[parse_target(name)[0]]
