@@ -6,30 +6,50 @@ from typing import ClassVar, Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from msgspec.structs import replace
 
 from kvspec.ops import EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
 from strategies.traffic import SEEDS, Mix, Traffic, mixes
 
+RANKS = (
+    *[{}] * 11,
+    *[{"ranks": 2}] * 3,
+    {"decode_ranks": 2, "interleave": 2},
+    {"decode_ranks": 2, "block_size": 2},
+    {"decode_ranks": 4, "block_size": 2},
+    {"prefill_ranks": 2},
+    {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
+)
+"""Worlds of one rank, of tensor-parallel ranks, and of context-parallel ones; small blocks keep traffic comparable."""
 ADVERSARIES = st.sampled_from(["random", "random", "pct:1", "pct:3", "fair"])
 
 
 def setups() -> st.SearchStrategy[EngineSetup]:
     """Draw a small engine: pools that a handful of requests can fill."""
     return st.builds(
-        EngineSetup,
+        lambda ranks, **more: EngineSetup(**ranks, **more),
+        ranks=st.sampled_from(RANKS),
         gpu_blocks=st.sampled_from([7, 9, 12]),
         cpu_blocks=st.sampled_from([4, 7, 12, 20]),
         step_tokens=st.sampled_from([6, 16, 48]),
         running_max=st.sampled_from([2, 4]),
         async_scheduling=st.booleans(),
         runner_v2=st.booleans(),
-        ranks=st.sampled_from([1, 1, 1, 2]),
         lazy=st.sampled_from([False, False, False, True]),
         events=st.booleans(),
         priority=st.sampled_from([False, False, True]),
     )
+
+
+def supported(setup: EngineSetup, target: Target) -> EngineSetup:
+    """Return the setup, or, if the target refuses it, with the other runner, or else on one rank."""
+    alone = replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1)
+    for candidate in (setup, replace(setup, runner_v2=not setup.runner_v2)):
+        if not target.refusal(candidate):
+            return candidate
+    return alone
 
 
 class Sink(Protocol):
@@ -72,6 +92,7 @@ class SimpleOffloadMachine(RuleBasedStateMachine):
 
     @initialize(setup=setups(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
     def start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
+        setup = supported(setup, self.target)
         self.world = World(self.target, setup, adversary, seed)
         self.traffic = Traffic(setup, mix, self.world)
 

@@ -16,7 +16,9 @@ def _setup_in_words(setup: EngineSetup) -> str:
     words = []
     for field in setup.__struct_fields__:
         value, name = getattr(setup, field), field.replace("_", " ")
-        if not isinstance(value, bool):
+        if isinstance(value, tuple):
+            words.append(f"{name} {' + '.join(map(str, value))}")
+        elif not isinstance(value, bool):
             words.append(f"{name} {value}")
         elif value:
             words.append(name)

@@ -14,6 +14,7 @@ from kvspec.engine.executor import StepFuture
 from kvspec.engine.text import FIRST_WORD, words
 from kvspec.ops import Abort, Add, History, Op, Reset, Settle, Step
 from kvspec.targets.vllm import simple
+from kvspec.targets.vllm.config import longest_request
 from kvspec.targets.vllm.engine import VllmEngine
 
 STEPS_MAX = 2000
@@ -80,8 +81,8 @@ class _InstantEngine:
         self._vllm = VllmEngine(
             setup, simple.CONNECTOR, simple.connector_config(setup), FairAdversary(), lambda _: None, lambda *_: None
         )
-        self._vllm.core.model_executor = InstantExecutor(self._vllm.scheduler, setup.ranks)
-        self._longest = (setup.gpu_blocks - 1) * setup.block_size
+        self._vllm.core.model_executor = InstantExecutor(self._vllm.scheduler, setup.world_size)
+        self._longest = longest_request(setup)
         self._added: dict[str, Any] = {}
         self.requests: dict[str, Any] = self._vllm.scheduler.requests
         self.steps = 0

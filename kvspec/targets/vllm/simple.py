@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,12 @@ from kvspec.device.adversary import Adversary
 from kvspec.device.cuda_names import OneItemQueue, ThreadActor, batch_memcpy, installed
 from kvspec.device.simulated import Executed
 from kvspec.engine.shadow import Batch
+from kvspec.errors import SetupRefused
 from kvspec.laws import PoolView
 from kvspec.ops import Add, EngineSetup
 from kvspec.targets import CopiedBlock, Plan, Probe, ResetAnswer
-from kvspec.targets.vllm.config import LAYERS, block_bytes, page_bytes
-from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.config import LAYERS, block_bytes, longest_request, page_bytes, refusal
+from kvspec.targets.vllm.engine import VllmEngine, group_of
 
 CONNECTOR = "SimpleCPUOffloadConnector"
 
@@ -29,9 +32,9 @@ _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED
 
 def connector_config(setup: EngineSetup) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` that gives every rank ``setup.cpu_blocks`` CPU blocks."""
-    per_rank = setup.cpu_blocks * block_bytes(setup.block_size)
+    per_rank = setup.cpu_blocks * block_bytes(setup)
     return {
-        "cpu_bytes_to_use": per_rank * setup.ranks,
+        "cpu_bytes_to_use": per_rank * setup.world_size,
         "cpu_bytes_to_use_per_rank": per_rank,
         "lazy_offload": setup.lazy,
     }
@@ -67,7 +70,22 @@ class SimpleOffloadTarget:
     def activated(self) -> AbstractContextManager[Any]:
         return installed(stand_ins())
 
+    def refusal(self, setup: EngineSetup) -> str | None:
+        """Source: vLLM, v1/simple_kv_offload/manager.py, SimpleCPUOffloadScheduler.__init__, which asserts it."""
+        from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+        if (
+            setup.context_ranks > 1
+            and "cp_world_size" not in signature(Manager._estimate_lazy_target_blocks).parameters
+        ):
+            return "up to 0.23 SimpleCPUOffload has no context parallelism"
+        if not any(group.kind == "full" for group in setup.groups):
+            return "SimpleCPUOffload needs a full-attention group"
+        return refusal(setup)
+
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> SimpleOffloadEngine:
+        if reason := self.refusal(setup):
+            raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
         return SimpleOffloadEngine(setup, adversary, probe)
 
 
@@ -81,6 +99,7 @@ class SimpleOffloadEngine:
             setup, CONNECTOR, connector_config(setup), adversary, probe.mismatch, self._rank_has_output
         )
         self.actors = self._vllm.actors
+        self.longest_request = longest_request(setup)
         self._connector = self._vllm.connector
         self._manager = self._connector.scheduler_manager
         self._scheduler = self._vllm.scheduler
@@ -122,7 +141,7 @@ class SimpleOffloadEngine:
         def build_connector_meta(output: Any) -> Any:
             metadata = build(output)
             if metadata.store_event >= 0:
-                self._stores_due[metadata.store_event] = self._setup.ranks
+                self._stores_due[metadata.store_event] = self._setup.world_size
                 self._store_blocks[metadata.store_event] = (
                     metadata.store_gpu_blocks,
                     metadata.store_cpu_blocks,
@@ -195,7 +214,7 @@ class SimpleOffloadEngine:
             self._probe.copied(CopiedBlock(rank, gpu, self._cpu_block(rank, cpu_address), to_gpu))
 
     def _cpu_block(self, rank: int, address: int) -> int:
-        page = page_bytes(self._setup.block_size)
+        page = page_bytes(self._setup)
         for view in self._cpu_views[rank]:
             offset = address - view.ctypes.data
             if 0 <= offset < view.nbytes:
@@ -203,7 +222,7 @@ class SimpleOffloadEngine:
         return -1
 
     def _view_cpu_memory(self, worker_connector: Any) -> list[np.ndarray]:
-        """Return each layer's CPU blocks, shape (blocks, block_size), uint64, in the worker's own memory."""
+        """Return each region's CPU blocks, shape (blocks, words of a block), uint64, in the worker's own memory."""
         caches = worker_connector.worker_handler.cpu_kv_caches
         assert len(caches) == LAYERS
         return [tensor.numpy().view(np.uint64) for tensor in caches.values()]
@@ -316,22 +335,23 @@ class SimpleOffloadEngine:
     def gpu_index(self) -> Mapping[bytes, int]:
         return _index(self._gpu_pool)
 
-    def expected_tags(self, key: bytes) -> np.ndarray | None:
-        return self._vllm.tags_of_hash(key[:-4])
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        tags = self._vllm.tags_of_block(key)
+        return None if tags is None else self._vllm.ranks[rank].memory.kept(tags, group_of(key))
 
-    def cpu_tags(self, rank: int, block: int) -> np.ndarray:
-        return np.stack([view[block] for view in self._cpu_views[rank]]) ^ self._vllm.ranks[rank].memory.masks
+    def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        words = np.stack([view[block] for view in self._cpu_views[rank]])
+        return self._vllm.ranks[rank].memory.read_block(words, group_of(key))
 
-    def gpu_tags(self, rank: int, block: int) -> np.ndarray:
+    def gpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        return self._vllm.ranks[rank].memory.gpu_block(block, group_of(key))
+
+    def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory
-        size = self._setup.block_size
-        return memory.tags[:, block * size : (block + 1) * size] ^ memory.masks
-
-    def describe_tag(self, tag: int, rank: int, layer: int) -> str:
-        return self._vllm.ranks[rank].memory.describe(tag, layer)
+        return memory.describe(tag, memory.layer(group_of(key), index))
 
     def describe_key(self, key: bytes) -> str:
-        return self._vllm.describe_hash(key[:-4])
+        return self._vllm.describe_key(key)
 
     def events(self, tier: str) -> Mapping[bytes, int] | None:
         if not self._setup.events:
@@ -373,11 +393,11 @@ def _index(pool: Any) -> dict[bytes, int]:
 
 
 def _plan(output: Any, metadata: Any) -> Plan:
-    new_blocks = {new.req_id: tuple(new.block_ids[0]) for new in output.scheduled_new_reqs}
+    new_blocks = {new.req_id: _all_groups(new.block_ids) for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if blocks is not None:
-            new_blocks[request] = tuple(blocks[0])
+            new_blocks[request] = _all_groups(blocks)
     return Plan(
         preempted=frozenset(output.preempted_req_ids or ()),
         new_blocks=new_blocks,
@@ -385,3 +405,7 @@ def _plan(output: Any, metadata: Any) -> Plan:
         loads=len(metadata.load_gpu_blocks),
         trace=f"{output.num_scheduled_tokens}{new_blocks}{list(vars(metadata).values())}",
     )
+
+
+def _all_groups(blocks: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(blocks))
