@@ -6,14 +6,25 @@ from typing import ClassVar
 
 from strategies.machine import Choices, OffloadMachine, setups
 
+WORLDS = (
+    *[{}] * 11,
+    *[{"ranks": 2}] * 3,
+    {"decode_ranks": 2, "interleave": 2},
+    {"decode_ranks": 2, "block_size": 2},
+    {"decode_ranks": 4, "block_size": 2},
+    {"prefill_ranks": 2},
+    {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
+)
+"""One rank, tensor-parallel ranks, and context-parallel ones; small blocks keep traffic comparable."""
+
 SETUPS: Choices = {
+    "world": WORLDS,
     "gpu_blocks": (7, 9, 12),
     "cpu_blocks": (4, 7, 12, 20),
     "step_tokens": (6, 16, 48),
     "running_max": (2, 4),
     "async_scheduling": (False, True),
     "runner_v2": (False, True),
-    "ranks": (1, 1, 1, 2),
     "lazy": (False, False, False, True),
     "events": (False, True),
     "priority": (False, False, True),

@@ -94,7 +94,7 @@ class Traffic:
     """The ops of one history, burst by burst."""
 
     def __init__(self, setup: EngineSetup, mix: Mix, world: World) -> None:
-        self._longest = (setup.gpu_blocks - 1) * setup.block_size
+        self._longest = world.longest_request
         self._world = world
         self._adds: list[Add] = []
         draws: dict[str, Callable[[random.Random], Op | None]] = {

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec.device.simulated import DeviceFault
-from kvspec.engine.shadow import Batch, RunnerState, Scheduled, ShadowMemory, ShadowMismatch, layer_mask
+from kvspec.engine.shadow import (
+    Accesses,
+    Batch,
+    Layout,
+    RunnerState,
+    Scheduled,
+    ShadowMemory,
+    ShadowMismatch,
+    layer_mask,
+)
 from kvspec.engine.text import STOP_TOKEN, Origins, Text, words
 
 FIXED = settings(derandomize=True, database=None, deadline=None)
@@ -84,12 +93,14 @@ class Lab:
     def __post_init__(self) -> None:
         self.origins = Origins()
         self.texts: dict[str, Text] = {}
-        self.state = RunnerState(self.block_size, self.texts)
+        layouts = [Layout(self.block_size)]
+        self.state = RunnerState(layouts, self.texts)
         self.memories = [
             ShadowMemory(
                 np.zeros((LAYERS, self.blocks * self.block_size), dtype=np.uint64),
-                self.block_size,
+                layouts,
                 rank,
+                0,
                 self.origins,
                 self.reports.append,
             )
@@ -111,6 +122,12 @@ class Lab:
     def bytes_of(self, rank: int, block: int) -> np.ndarray:
         """The tags of a block in all layers, to be read or written."""
         return self.memories[rank].tags[:, block * self.block_size : (block + 1) * self.block_size]
+
+
+def only(batch: Batch) -> Accesses:
+    """What a batch does to the one group, on ranks that all keep everything."""
+    ((accesses,),) = batch.accesses
+    return accesses
 
 
 # The forward against a loop -------------------------------------------------------------------------------------------
@@ -152,8 +169,8 @@ def test_a_batch_writes_and_reads_the_slots_that_the_block_tables_name(
             new=[new(name, range(stop), table, start) for name, (table, start, stop) in requests.items()],
         )
     )
-    assert list(zip(batch.write_slots.tolist(), batch.write_tags.tolist(), strict=True)) == writes
-    assert list(zip(batch.read_slots.tolist(), batch.read_tags.tolist(), strict=True)) == reads
+    assert list(zip(only(batch).write_slots.tolist(), only(batch).write_tags.tolist(), strict=True)) == writes
+    assert list(zip(only(batch).read_slots.tolist(), only(batch).read_tags.tolist(), strict=True)) == reads
     assert batch.rows == tuple(Scheduled(name, start, stop) for name, (_, start, stop) in requests.items())
 
 
@@ -221,7 +238,7 @@ def test_a_step_without_tokens_writes_and_reads_nothing() -> None:
     lab = Lab()
     batch = lab.run(output({}))
     assert batch.rows == ()
-    assert batch.write_slots.size == batch.read_slots.size == 0
+    assert only(batch).write_slots.size == only(batch).read_slots.size == 0
     assert not any(memory.tags.any() for memory in lab.memories)
     assert lab.reports == []
 
@@ -400,9 +417,9 @@ def test_a_known_request_keeps_its_table_and_new_blocks_are_appended() -> None:
     lab.run(output({"a": 3}, new=[new("a", range(9), [4])]))
     lab.run(output({"a": 1}, cached=[Cached("a", 3)]))
     batch = lab.run(output({"a": 4}, cached=[Cached("a", 4, [8])]))
-    assert batch.read_slots.tolist() == slots_of([4, 8], 8)
+    assert only(batch).read_slots.tolist() == slots_of([4, 8], 8)
     batch = lab.run(output({"a": 1}, cached=[Cached("a", 8, [1])]))
-    assert batch.write_slots.tolist() == slots_of([4, 8, 1], 9)[-1:]
+    assert only(batch).write_slots.tolist() == slots_of([4, 8, 1], 9)[-1:]
     assert lab.reports == []
 
 
@@ -431,13 +448,13 @@ def test_a_resumed_request_has_a_table_of_its_own_and_goes_on_where_it_was(resum
     assert len(before) == 8
 
     first = lab.run(output({"a": 5}, **resumed("a", said, [2, 3], 0)))
-    assert first.write_slots.tolist() == slots_of([2, 3], 5)
+    assert only(first).write_slots.tolist() == slots_of([2, 3], 5)
     assert first.sampled == {"a": None}
     second = lab.run(output({"a": 3}, cached=[Cached("a", 5, outputs=2)]))
-    assert second.read_slots.tolist() == slots_of([2, 3], 8)
+    assert only(second).read_slots.tolist() == slots_of([2, 3], 8)
     assert second.sampled == {"a": said.tokens[8]}
     third = lab.run(output({"a": 1}, cached=[Cached("a", 8, [6], outputs=3)]))
-    assert third.write_slots.tolist() == slots_of([2, 3, 6], 9)[-1:]
+    assert only(third).write_slots.tolist() == slots_of([2, 3, 6], 9)[-1:]
     assert said.tokens[:8] == before
     assert lab.reports == []
 
@@ -461,7 +478,7 @@ def test_a_resumed_request_that_finds_its_prefix_computes_only_the_rest(resumed:
     said = lab.say("a", words(1, 0, 6))
     lab.run(output({"a": 6}, new=[new("a", range(6), [4, 8])]))
     batch = lab.run(output({"a": 3}, **resumed("a", said, [4, 3], 4)))
-    assert batch.write_slots.tolist() == slots_of([4, 3], 7)[4:]
+    assert only(batch).write_slots.tolist() == slots_of([4, 3], 7)[4:]
     assert batch.sampled == {"a": said.tokens[7]}
     assert lab.reports == []
 
@@ -481,7 +498,7 @@ def test_a_name_that_finished_and_comes_again_in_one_step_is_a_new_request() -> 
     lab.run(output({"a": 4}, new=[new("a", range(4), [4])]))
     lab.say("a", words(2, 0, 3))
     batch = lab.run(output({"a": 3}, new=[new("a", range(3), [6])], finished=["a"]))
-    assert batch.write_slots.tolist() == slots_of([6], 3)
+    assert only(batch).write_slots.tolist() == slots_of([6], 3)
 
 
 def test_only_what_is_scheduled_is_computed() -> None:

@@ -23,11 +23,11 @@ from kvspec.device.adversary import Adversary
 from kvspec.device.cuda_names import current_device, installed, use
 from kvspec.device.simulated import SimulatedDevice
 from kvspec.engine.shadow import Batch, ShadowMemory
-from kvspec.errors import KvspecError
+from kvspec.errors import KvspecError, SetupRefused
 from kvspec.laws import PoolView
-from kvspec.ops import EngineSetup
+from kvspec.ops import AttentionGroup, EngineSetup
 from kvspec.targets import CopiedBlock, Probe
-from kvspec.targets.vllm.config import LAYERS, block_bytes
+from kvspec.targets.vllm.config import LAYERS, block_bytes, refusal
 from kvspec.targets.vllm.copies import (
     CudaRuntime,
     SwapKernel,
@@ -36,7 +36,7 @@ from kvspec.targets.vllm.copies import (
     swap_blocks_batch,
     tensor_to,
 )
-from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.engine import HASH_BYTES, VllmEngine, group_of
 from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, keys_of_hashes
 
 CONNECTOR = "OffloadingConnector"
@@ -61,7 +61,7 @@ def region_bytes(setup: EngineSetup) -> int:
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     alignment = getattr(CPUOffloadingSpec, "BLOCK_SIZE_ALIGNMENT", 1)
-    chunk = block_bytes(setup.block_size) * setup.blocks_per_chunk * setup.ranks
+    chunk = block_bytes(setup) * setup.blocks_per_chunk * setup.ranks
     return int(setup.cpu_blocks * -(-chunk // alignment) * alignment)
 
 
@@ -198,7 +198,16 @@ class OffloadingTarget:
             path.unlink(missing_ok=True)
         self._files.clear()
 
+    def refusal(self, setup: EngineSetup) -> str | None:
+        """What this target doesn't run yet, besides what the release refuses."""
+        if setup.context_ranks > 1 or setup.groups != (AttentionGroup(),):
+            return "kvspec runs OffloadingConnector with one full-attention group and without context parallelism"
+        return refusal(setup)
+
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
+        if reason := self.refusal(setup):
+            raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
+
         def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
             tier = OffloadingTier(vllm, probe)
             self._open.append(tier)
@@ -312,7 +321,7 @@ class OffloadingTier:
         def noted(batch: Batch) -> None:
             schedule = self._schedules_with_forward[view.forwards]
             view.forwards += 1
-            blocks = (batch.write_slots // size).tolist()
+            blocks = (batch.accesses[0][0].write_slots // size).tolist()
             begin = 0
             for row in batch.rows:
                 end = begin + row.stop - row.start
@@ -500,17 +509,18 @@ class OffloadingTier:
         chunks: Mapping[bytes, Any] = _attribute(policy, "chunks", "blocks")
         return chunks
 
-    def tags(self, rank: int, block: int) -> np.ndarray:
-        layers = [tensor[block].view(np.uint64) for tensor in self._ranks[rank].tensors]
-        return np.stack(layers) ^ self._vllm.ranks[rank].memory.masks
+    def tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        words = np.stack([tensor[block].view(np.uint64) for tensor in self._ranks[rank].tensors])
+        return self._vllm.ranks[rank].memory.read_block(words, _group_of(key))
 
-    def expected_tags(self, key: bytes) -> np.ndarray | None:
-        if key.endswith(_CHUNK) and len(key) == _CHUNK_KEY_BYTES:
-            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], self._setup.blocks_per_chunk)
-        return self._vllm.tags_of_hash(key[:-4])
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        if _is_chunk(key):
+            tokens = self._setup.blocks_per_chunk * self._setup.block_size
+            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], tokens)
+        return self._vllm.tags_of_block(key)
 
     def describe_key(self, key: bytes) -> str:
-        return self._vllm.describe_hash(key[:32])
+        return self._vllm.describe_key(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
 
     def keys_of_event(self, event: Any) -> Iterable[bytes]:
         return [key + _CHUNK for key in keys_of_hashes(event)]
@@ -521,7 +531,15 @@ class OffloadingTier:
 
 _CHUNK = b"chunk"
 """What ends the key of a chunk, so that it isn't the key of the GPU block with the same hash."""
-_CHUNK_KEY_BYTES = 32 + 4 + len(_CHUNK)
+_CHUNK_KEY_BYTES = HASH_BYTES + 4 + len(_CHUNK)
+
+
+def _is_chunk(key: bytes) -> bool:
+    return len(key) == _CHUNK_KEY_BYTES and key.endswith(_CHUNK)
+
+
+def _group_of(key: bytes) -> int:
+    return group_of(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
 
 
 def _attribute(owner: Any, *names: Any) -> Any:
