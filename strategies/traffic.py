@@ -16,7 +16,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, Op, Reset, Settle, Step
+from kvspec.ops import Abort, Add, Advance, Finish, Op, Reset, Settle, Step
 from kvspec.world import World
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -77,7 +77,7 @@ def mixes() -> st.SearchStrategy[Mix]:
 class Traffic:
     """The ops of one history, burst by burst."""
 
-    def __init__(self, setup: EngineSetup, mix: Mix, world: World) -> None:
+    def __init__(self, mix: Mix, world: World) -> None:
         self._longest = world.longest_request
         self._world = world
         self._adds: list[Add] = []

@@ -201,17 +201,18 @@ class VllmEngine:
         return hash_and_note
 
     def tags_of_block(self, key: bytes) -> np.ndarray | None:
-        """Return the tags of all tokens of the block that a key stands for, shape (span,), or None if it is nobody's.
+        """Return the tags of the tokens in the block that a key stands for, or None if it is nobody's.
 
         A key is the hash of the block's last tokens (up to 0.23 of all its tokens, one hash after the other), and the
-        group's number in 4 bytes.
+        group's number in 4 bytes. From 0.26 on a key may stand for the beginning of a block: fewer tokens than its span.
         """
         noted = self._hashed.get(key[-4 - HASH_BYTES : -4])
         if noted is None:
             return None
         request, i = noted
         stop = (i + 1) * self.hash_block_size
-        return self.texts[request].tags(stop - self.layouts[group_of(key)].span, stop)
+        span = self.layouts[group_of(key)].span
+        return self.texts[request].tags((stop - 1) // span * span, stop)
 
     def describe_key(self, key: bytes) -> str:
         """Say in words which block a key stands for."""
