@@ -295,7 +295,7 @@ class World:
             if expected is None:
                 yield f"{tier} block {block} can be hit under a key that no request has: {what}"
                 return
-            found = read(key, rank, block)
+            found = read(key, rank, block)[:, : len(expected)]
             wrong = found != expected
             if wrong.any():
                 layer, offset = (int(axis[0]) for axis in wrong.nonzero())

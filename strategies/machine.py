@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from msgspec import structs
 
-from kvspec.ops import EngineSetup
+from kvspec.ops import AttentionGroup, EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
 from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
@@ -27,11 +27,13 @@ A value that is a mapping stands for several fields, whatever its name.
 
 
 def setup_of(**chosen: Any) -> EngineSetup:
-    """Return the setup that some choices mean."""
+    """Return the setup that some choices mean. The more groups, the larger the pools."""
     fields: dict[str, Any] = {}
     for name, value in chosen.items():
         fields |= value if isinstance(value, Mapping) else {name: value}
-    return EngineSetup(**fields)
+    setup = EngineSetup(**fields)
+    groups = len(setup.groups)
+    return structs.replace(setup, gpu_blocks=setup.gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
 
 
 def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
@@ -40,11 +42,11 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 
 def supported(setup: EngineSetup, target: Target) -> EngineSetup:
-    """Return the setup, or, if the target refuses it, with the other runner, or else on one rank."""
+    """Return the setup; if the target refuses it, with the other runner, or else with one rank and group."""
     for candidate in (setup, structs.replace(setup, runner_v2=not setup.runner_v2)):
         if not target.refusal(candidate):
             return candidate
-    return structs.replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1)
+    return structs.replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1, groups=(AttentionGroup(),))
 
 
 class Sink(Protocol):
@@ -75,7 +77,7 @@ class OffloadMachine(RuleBasedStateMachine):
     def _start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
         setup = supported(setup, self.target)
         self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
-        self.traffic = Traffic(setup, mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
+        self.traffic = Traffic(mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
 
     @rule(seed=SEEDS)
     def burst(self, seed: int) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from kvspec.ops import AttentionGroup
 from strategies.machine import Choices, OffloadMachine, setups
 
-WORLDS = (
-    *[{}] * 11,
+FULL = AttentionGroup()
+SHAPES: tuple[dict[str, Any], ...] = (
+    *[{}] * 10,
     *[{"ranks": 2}] * 3,
     {"decode_ranks": 2, "interleave": 2},
     {"decode_ranks": 2, "block_size": 2},
     {"decode_ranks": 4, "block_size": 2},
     {"prefill_ranks": 2},
     {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
+    {"groups": (FULL, AttentionGroup("sliding-window", reach=6))},
+    {"groups": (AttentionGroup("sliding-window", reach=5), FULL)},
+    {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=6))},
+    {"groups": (FULL, FULL, AttentionGroup("sliding-window", reach=9))},
 )
-"""One rank, tensor-parallel ranks, and context-parallel ones; small blocks keep traffic comparable."""
+"""Worlds of one rank, of tensor-parallel ranks, of context-parallel ones, and layers in several groups.
+
+Small blocks keep traffic comparable where ranks share them.
+"""
 
 SETUPS: Choices = {
-    "world": WORLDS,
+    "shape": SHAPES,
     "gpu_blocks": (7, 9, 12),
     "cpu_blocks": (4, 7, 12, 20),
     "step_tokens": (6, 16, 48),

@@ -357,9 +357,15 @@ class ShadowMemory:
         return self.shard if layout.shards > 1 else 0
 
     def kept(self, tags: np.ndarray, group: int) -> np.ndarray:
-        """Return those of a block's ``tags``, shape (span,), that this rank keeps, in the order of its memory."""
+        """Return those of a block's ``tags`` that this rank keeps, in the order of its memory.
+
+        There is a tag for each of the block's tokens, or for the first of them.
+        """
         layout = self._layouts[group]
-        kept: np.ndarray = tags[layout.kept[self._shard_of(layout)]]
+        if layout.shards == 1:
+            return tags
+        positions = layout.kept[self.shard]
+        kept: np.ndarray = tags[positions[positions < len(tags)]]
         return kept
 
     def read_block(self, words: np.ndarray, group: int) -> np.ndarray:

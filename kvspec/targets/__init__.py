@@ -120,7 +120,10 @@ class Engine(Protocol):
     def cpu_index(self) -> Mapping[bytes, int]: ...
     def gpu_index(self) -> Mapping[bytes, int]: ...
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
-        """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key."""
+        """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key.
+
+        They are the block's first tags, if the key stands for its beginning only.
+        """
 
     def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
         """Return the tags that a block holds, as a block of the key's group; shape (layers, tokens kept)."""

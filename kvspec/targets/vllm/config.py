@@ -115,8 +115,8 @@ def refusal(setup: EngineSetup) -> str | None:
     """Say why the release can't run a setup, whatever the connector; None if it can.
 
     Source: vLLM 0.24.0, config/vllm.py (_get_v2_model_runner_unsupported_features); vLLM 0.33.0, config/parallel.py
-    (ParallelConfig) and config/vllm.py (_get_v1_model_runner_unsupported_features); v1/core/kv_cache_coordinator.py of
-    both.
+    (ParallelConfig) and config/vllm.py (_get_v1_model_runner_unsupported_features); v1/core/kv_cache_coordinator.py and
+    v1/core/kv_cache_utils.py (get_kv_cache_groups) of both.
     """
     if setup.prefill_ranks > 1:
         shared = prefill_ranks_share_blocks()
@@ -124,6 +124,8 @@ def refusal(setup: EngineSetup) -> str | None:
             return f"in this release prefill context parallelism needs runner {'V1' if shared else 'V2'}"
         if not shared and setup.decode_ranks not in (1, setup.prefill_ranks):
             return "in this release there must be no decode ranks besides prefill ranks, or as many"
+    if len(setup.groups) > 1 and len(set(zip(setup.groups, setup.block_sizes, strict=True))) == 1:
+        return "layers that are all alike are one group"
     if setup.context_ranks > 1 and setup.groups != (AttentionGroup(),):
         return "context parallelism runs with one full-attention group only"
     return None

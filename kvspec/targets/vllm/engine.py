@@ -200,22 +200,23 @@ class VllmEngine:
 
         return hash_and_note
 
-    def tags_of_hash(self, block_hash: bytes, tokens: int) -> np.ndarray | None:
-        """Return the tags of the last ``tokens`` tokens of what a hash stands for, shape (tokens,), or None if it is
+    def tags_of_hash(self, block_hash: bytes, span: int) -> np.ndarray | None:
+        """Return the tags of the tokens that a hash stands for in its block of ``span`` tokens, or None if it is
         nobody's.
 
-        Up to 0.23 the hash of a block of several hash blocks is theirs, one after the other.
+        From 0.26 on a hash may stand for the beginning of a block: fewer tokens than its span. Up to 0.23 the hash of
+        a block of several hash blocks is theirs, one after the other.
         """
         noted = self._hashed.get(block_hash[-HASH_BYTES:])
         if noted is None:
             return None
         request, i = noted
         stop = (i + 1) * self.hash_block_size
-        return self.texts[request].tags(stop - tokens, stop)
+        return self.texts[request].tags((stop - 1) // span * span, stop)
 
     def tags_of_block(self, key: bytes) -> np.ndarray | None:
-        """Return the tags of all tokens of the block that a key, a hash and the group's number in 4 bytes, stands for;
-        shape (span,), or None if it is nobody's."""
+        """Return the tags of the tokens that a key, a hash and the group's number in 4 bytes, stands for in its block;
+        None if it is nobody's."""
         return self.tags_of_hash(key[:-4], self.layouts[group_of(key)].span)
 
     def describe_key(self, key: bytes) -> str:
