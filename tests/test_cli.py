@@ -179,7 +179,7 @@ def test_without_stdout_and_stderr_the_status_is_what_it_would_be(command: str, 
 
 
 def test_a_gate_whose_reader_has_gone_stops_its_workers(toy: Callable[[str], None]) -> None:
-    toy("slow")
+    toy("slow,hollow")
     started = time.monotonic()
     assert run_in_shell("kvspec gate --target toy:suite --budget 150s --jobs 1 | head -n 1 > /dev/null") == (141, GONE)
     assert time.monotonic() - started < 120
