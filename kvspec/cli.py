@@ -1,4 +1,4 @@
-"""The command line: gate, replay, measure, known, spec, release."""
+"""The command line: gate, replay, measure, known, spec; bench and release have files of their own."""
 
 import contextlib
 import os
@@ -16,33 +16,21 @@ from msgspec.structs import replace
 from rich.text import Text
 
 from kvspec import __version__, releases
+from kvspec.cli_bench import bench
 from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds
-from kvspec.history import story
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, split_target
+from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
-from kvspec.ops import History
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
 from kvspec.report.terminal import PipeConsole, StdoutConsole, Terminal
 from kvspec.spec import FORMATS, collect, render
 
 DEFAULT_TARGET = "vllm-simple"
-
-
-class Duration(click.ParamType[float]):
-    """A time such as 60s, 2m or 1h, in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds, or fail with a sentence."""
-        try:
-            return seconds(str(value))
-        except KvspecError as error:
-            self.fail(str(error), param, ctx)
 
 
 class ReaderGone(Exception):
@@ -70,15 +58,6 @@ class Commands(click.Group):
             return super().invoke(ctx)
 
 
-known_option = click.option(
-    "--known",
-    "known_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Known issues of your own, beside those that come with kvspec.",
-)
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvspec")
 def cli() -> None:
@@ -90,6 +69,7 @@ def cli() -> None:
       kvspec gate                                 search the vLLM that is importable (a checkout, a fork)
       kvspec replay .kvspec/findings/FINDING      run the history of a finding again
       kvspec measure                              what an engine step costs, beside vLLM alone
+      kvspec bench --seeds 3 --budget 60s         how surely known bugs and planted defects are found
       kvspec known                                confirmed bugs that the gate doesn't fail on
       kvspec spec --clause POOL-2                 what a clause or a law says, and what checks it
       kvspec release install 0.33.0               fetch a release ahead of time
@@ -143,7 +123,8 @@ def gate(
 
     \b
     Targets:
-      vllm-simple            the vLLM that `import vllm` finds from here
+      vllm-simple            SimpleCPUOffloadConnector of the vLLM that `import vllm` finds from here
+      vllm-core              its block pool and KV cache manager, held to equality with the model
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)
 
@@ -234,7 +215,7 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
     return 0 if replayed.repeats else 4
 
 
-def _replay_lines(history: History, replayed: Replayed, trace: bool) -> Iterator[Text]:
+def _replay_lines(history: AnyHistory, replayed: Replayed, trace: bool) -> Iterator[Text]:
     yield Text(history.target, "bold")
     yield from (Text(f"  {line}") for line in story(history, replayed.schedules if trace else ()))
     if trace:
@@ -262,6 +243,8 @@ def measure(target: str, histories: int, seed: int) -> int:
     Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
+    if split_target(target)[0] == "vllm-core":
+        raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
     prepared = _prepared(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     done = subprocess.run(command, env=prepared.environment, stdout=subprocess.PIPE, text=True)
@@ -336,6 +319,7 @@ def spec(format_: str | None, output: Path | None, clause: str | None) -> None:
         raise KvspecError(f"{output} can't be written: {error.strerror or error}.") from error
 
 
+cli.add_command(bench)
 cli.add_command(release)
 
 

@@ -5,12 +5,13 @@ own. The parent hands them on to the handlers in ``kvspec.report``, adds its own
 """
 
 from collections import Counter
+from fnmatch import fnmatchcase
 
 import msgspec
 
 from kvspec.findings import Finding, Key
+from kvspec.history import AnyHistory
 from kvspec.known import Issue
-from kvspec.ops import History
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,7 +41,53 @@ class SearchJob(Job, frozen=True, kw_only=True):
 class ReplayJob(Job, frozen=True, kw_only=True):
     """Run one history, twice."""
 
-    history: History
+    history: AnyHistory
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kind of finding that counts as a bug being found. Patterns as in a shell."""
+
+    law: str
+    op: str = "*"
+    frame: str = "*"
+
+    def matches(self, key: Key) -> bool:
+        """Whether a finding is of this kind."""
+        pairs = ((key.law, self.law), (key.op, self.op), (key.frame, self.frame))
+        return all(fnmatchcase(text, pattern) for text, pattern in pairs)
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bug that a trial looks for."""
+
+    name: str
+    counts: tuple[Counts, ...]
+    events: tuple[str, ...] = ()
+    """Events without which it can't show."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One seed of a target's machine, until all that is wanted was found or the budget is used up."""
+
+    seed: int
+    budget_cpu_s: float
+    wanted: tuple[Wanted, ...]
+    ablation: str = ""
+    """What the machine has to do without; see ``kvspec.trial.ABLATIONS``."""
+    defect: str = ""
+    """A planted defect, by name."""
+    to_the_end: bool = False
+    """Use the whole budget, whatever is found."""
+
+
+class TrialJob(Job, frozen=True, kw_only=True):
+    """Run trials, one after the other."""
+
+    trials: list[Trial]
+    known: list[Issue]
+    """Failures that count only for the bug of the same name."""
+    defects: str
+    """Directory of the registry of planted defects."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,7 +157,7 @@ class Nondeterminism(Event, frozen=True, kw_only=True):
 
     job: int
     message: str
-    history: History | None
+    history: AnyHistory | None
 
 
 class Replayed(Event, frozen=True, kw_only=True):
@@ -126,6 +173,68 @@ class Replayed(Event, frozen=True, kw_only=True):
     def repeats(self) -> bool:
         """Whether the second run was like the first."""
         return self.traces[0] == self.traces[1]
+
+
+class TrialStarted(Event, frozen=True, kw_only=True):
+    """A worker begins a trial of its job."""
+
+    job: int
+    trial: int
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial has done. CPU seconds are without imports, reruns and minimisation."""
+
+    cpu_s: float = 0.0
+    histories: int = 0
+    steps: int = 0
+    """Engine steps."""
+    reached: dict[str, int] = {}
+
+
+class Unreachable(Event, frozen=True, kw_only=True):
+    """A trial doesn't look for something, since the machine never makes the events that it needs."""
+
+    job: int
+    trial: int
+    wanted: str
+    events: list[str]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A kind of finding that a trial has seen."""
+
+    key: Key
+    histories: int
+    issue: str
+    """The known issue that it is, or nothing."""
+
+
+class Sighted(Event, frozen=True, kw_only=True):
+    """A trial has found what was wanted, and made it short."""
+
+    job: int
+    trial: int
+    wanted: str
+    effort: Effort
+    """Until it was found."""
+    key: Key
+    message: str
+    ops_first: int
+    """Ops of the history in which it was seen first."""
+    history: AnyHistory
+    """The short one."""
+    seen: list[Seen]
+    """All that was broken until then."""
+
+
+class TrialDone(Event, frozen=True, kw_only=True):
+    """A trial has ended."""
+
+    job: int
+    trial: int
+    effort: Effort
+    seen: list[Seen]
 
 
 class WorkerFailed(Event, frozen=True, kw_only=True):
@@ -150,6 +259,10 @@ WorkerEvent = (
     | FindingFound
     | Nondeterminism
     | Replayed
+    | TrialStarted
+    | Unreachable
+    | Sighted
+    | TrialDone
     | WorkerFailed
     | WorkerDone
 )
@@ -206,6 +319,8 @@ class Verdict(Event, frozen=True, kw_only=True):
     """One sentence each."""
     failures: list[WorkerFailed]
     interrupted: bool
+    ignored: list[str] = []
+    """Stored findings that can't be read, one sentence each."""
 
     @property
     def exit_code(self) -> int:
@@ -215,6 +330,6 @@ class Verdict(Event, frozen=True, kw_only=True):
             (2, self.failures),
             (4, self.nondeterminism),
             (130, self.interrupted),
-            (3, self.missing),
+            (3, self.missing or not self.total.histories),
         )
         return next((code for code, fact in facts if fact), 0)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +45,8 @@ from kvspec.events import (
     added,
 )
 from kvspec.findings import Finding, FindingStore, Key
+from kvspec.history import AnyHistory
 from kvspec.known import Issue, known_as
-from kvspec.ops import History
 
 FINDINGS_DIR = Path(".kvspec/findings")
 """Where findings are kept, unless somebody says otherwise."""
@@ -95,6 +95,8 @@ def split_target(name: str) -> tuple[str, str | None]:
     """Split a target's name from its release. KvspecError if there is no such target."""
     if ":" in name:  # one that plugs in, see kvspec.search
         base, _, release = name.partition("@")
+        if not all(base.partition(":")[::2]):
+            raise KvspecError(f"{name!r} is no target; one of your own is named package.module:suite.")
         return base, release or None
     from kvspec.targets import parse_target
 
@@ -133,7 +135,7 @@ def _environment(release_path: str | None) -> dict[str, str]:
 def run_gate(prepared: Prepared, plan: Plan, emit: Callable[[Event], None]) -> Verdict:
     """Run a gate to its end, or until it is interrupted, and return the verdict.
 
-    SIGINT and SIGTERM ask the workers to stop; a second one kills them. Both still give a verdict.
+    SIGINT, SIGTERM and SIGHUP ask the workers to stop; a second one kills them. Both still give a verdict.
     """
     store = FindingStore(plan.findings)
     store.check_writable()
@@ -147,8 +149,10 @@ def run_gate(prepared: Prepared, plan: Plan, emit: Callable[[Event], None]) -> V
             histories_max=plan.histories_max,
         )
     )
-    with Workers(prepared.environment) as workers:
-        for event in workers.events(_search_jobs(prepared, plan, tally.stored, workers.directory)):
+    with Workers() as workers:
+        for job in _search_jobs(prepared, plan, tally.stored, workers.directory):
+            workers.start(job, prepared.environment)
+        for event in workers.events():
             emit(event)
             for reported in tally.take(event):
                 emit(reported)
@@ -186,12 +190,13 @@ def share(total: int | None, job: int, jobs: int) -> int | None:
     return None if total is None else total // jobs + (job < total % jobs)
 
 
-def replay_history(prepared: Prepared, history: History) -> Replayed:
+def replay_history(prepared: Prepared, history: AnyHistory) -> Replayed:
     """Run one history in a process of its own. KvspecError if that fails."""
     job = ReplayJob(job=0, target=prepared.target, release_path=prepared.release_path, history=history)
     answer = None
-    with Workers(prepared.environment) as workers:
-        for event in workers.events([job]):
+    with Workers() as workers:
+        workers.start(job, prepared.environment)
+        for event in workers.events():
             if isinstance(event, WorkerFailed):
                 raise KvspecError("\n".join(filter(None, (event.message, event.details))))
             answer = event if isinstance(event, Replayed) else answer
@@ -204,7 +209,7 @@ class Tally:
     """What a run has counted and found so far. Keeps findings in the store as soon as they come."""
 
     def __init__(self, target: str, seed: int, store: FindingStore, known: list[Issue]) -> None:
-        self.stored = store.of_target(target)
+        self.stored, self._ignored = store.of_target(target)
         self._target = target
         self._seed = seed
         self._store = store
@@ -245,6 +250,8 @@ class Tally:
         key = finding.key
         first = self._reported.get(key)
         if first and len(first.finding.history.ops) <= len(finding.history.ops):
+            if finding.record.shortened and not first.finding.record.shortened:
+                self._store.save(finding)
             return
         issue = known_as(self._known, key, self._release)
         path = str(self._store.save(finding)) if issue is None else None
@@ -281,29 +288,32 @@ class Tally:
             nondeterminism=list(dict.fromkeys(self._nondeterminism)),
             failures=self._failures,
             interrupted=interrupted,
+            ignored=self._ignored,
         )
 
 
 class Workers:
     """The child processes of a run, and what they say. Leaving the context leaves no process behind."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self.interrupts = 0
-        self._environment = environment
         self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
         self._handlers: dict[int, signal._HANDLER] = {}
         self._stopping = False
 
     def __enter__(self) -> "Workers":
         self._temporary = tempfile.TemporaryDirectory(prefix="kvspec-")
         self.directory = self._temporary.name
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._selector.close()
         for worker in self._workers:
             worker.kill()
             os.close(worker.pipe)
@@ -325,29 +335,30 @@ class Workers:
             for worker in self._workers:
                 worker.kill()
 
-    def events(self, jobs: Sequence[Job]) -> Iterator[WorkerEvent | Interrupted]:
-        """Start the workers; yield what they say, and if there was an interrupt, until all have ended."""
-        said = False
-        for job in jobs:
-            self._workers.append(_Worker(job, self._environment, Path(self.directory) / f"{job.job}.log"))
-        if self._stopping:  # a signal came while one was starting, when it wasn't in the list
-            self.stop()
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.pipe, selectors.EVENT_READ, worker)
-            while selector.get_map():
-                for ready, _ in selector.select(TICK_S):
-                    yield from self._read(selector, ready.data)
-                if self.interrupts and not said:
-                    said = True
-                    yield Interrupted()
+    def start(self, job: Job, environment: dict[str, str]) -> None:
+        """Start a worker; that may also be done while its siblings' events are taken."""
+        worker = _Worker(job, environment, Path(self.directory) / f"{job.job}.log")
+        self._workers.append(worker)
+        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+        if self._stopping:  # a signal came while it was starting, when it wasn't in the list
+            worker.process.terminate()
 
-    def _read(self, selector: selectors.BaseSelector, worker: "_Worker") -> Iterator[WorkerEvent]:
+    def events(self) -> Iterator[WorkerEvent | Interrupted]:
+        """Yield what the workers say, and if there was an interrupt, until all have ended."""
+        said = False
+        while self._selector.get_map():
+            for ready, _ in self._selector.select(TICK_S):
+                yield from self._read(ready.data)
+            if self.interrupts and not said:
+                said = True
+                yield Interrupted()
+
+    def _read(self, worker: "_Worker") -> Iterator[WorkerEvent]:
         data = os.read(worker.pipe, 1 << 16)
         if data:
             yield from worker.received(data)
             return
-        selector.unregister(worker.pipe)
+        self._selector.unregister(worker.pipe)
         failure = worker.ended()
         if failure and not self._stopping:
             yield failure

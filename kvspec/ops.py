@@ -17,7 +17,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_blocks: int = 11
     """Blocks of the GPU pool, the null block included."""
     cpu_blocks: int = 8
-    """Blocks of the CPU pool, the null block included."""
+    """Blocks of the CPU pool, the null block included; with OffloadingConnector, chunks (it has no null block)."""
     block_size: int = 4
     step_tokens: int = 16
     """Token budget of one engine step."""
@@ -35,6 +35,12 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV cache events."""
     priority: bool = False
     """Priority scheduling instead of first come, first served."""
+    blocks_per_chunk: int = 1
+    """OffloadingConnector: GPU blocks that are stored and loaded as one."""
+    eviction: str = "lru"
+    """OffloadingConnector: ``lru`` or ``arc``."""
+    prompt_only: bool = True
+    """OffloadingConnector: store what was asked, not what was generated."""
 
 
 class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag=str.lower):
@@ -114,7 +120,7 @@ SCHEDULE = re.compile(r"(?:[a-z]\d+|[.+-])*")
 ADVERSARY = re.compile(r"fair|random|pct:\d+")
 
 
-class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="engine"):
     """What happened to one engine, from its start until it has nothing left to do. Enough to let it happen again."""
 
     target: str
@@ -128,8 +134,8 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = HISTORY_FORMAT
 
 
-def history_to_json(history: History) -> bytes:
-    """Return the history as indented JSON."""
+def history_to_json(history: msgspec.Struct) -> bytes:
+    """Return a history, this one or that of another level, as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n"
 
 
@@ -155,6 +161,18 @@ def history_from_json(data: bytes) -> History:
 
 class _Versioned(msgspec.Struct):
     format: int
+
+
+def level_of(data: bytes) -> str:
+    """Return what a history is one of: ``engine``, or another level. ValueError if the data is no JSON object."""
+    try:
+        return msgspec.json.decode(data, type=_Levelled).level
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a history: {error}") from error
+
+
+class _Levelled(msgspec.Struct):
+    level: str = "engine"
 
 
 def in_words(op: Op) -> str:

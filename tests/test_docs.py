@@ -10,7 +10,7 @@ from kvspec.laws import LAWS
 from kvspec.spec import collect, render
 from kvspec.targets import TARGETS
 from kvspec.world import EVENTS
-from strategies.simple import MACHINES
+from strategies.machines import MACHINES
 
 ROOT = Path(__file__).parent.parent
 

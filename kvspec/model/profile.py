@@ -330,6 +330,8 @@ class KnownIssue(NamedTuple):
     fixed: str | None
     """The first release that hasn't; None if the newest has it too."""
     sentence: str
+    reference: str
+    """An issue or pull request, ``vllm#45704``, or the path of a script."""
 
     def affects(self, release: str) -> bool:
         """Whether a release has it."""
@@ -344,6 +346,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.24.0",
         "A list that releases two references to one block puts it into the free queue twice.",
+        "vllm#42085",
     ),
     KnownIssue(
         "core-hash-key-collision",
@@ -351,6 +354,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "An adapter and a cache salt of the same name give the same hash.",
+        "vllm#44701",
     ),
     KnownIssue(
         "core-adapter-path-not-in-key",
@@ -358,6 +362,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "Two adapters of one name and different paths give the same hash.",
+        "vllm#44701",
     ),
     KnownIssue(
         "core-images-after-resume",
@@ -365,6 +370,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "Of several images in a block that is filled later than the request began, only the last is in the hash.",
+        "tests/bugs/core_images_after_resume.py",
     ),
     KnownIssue(
         "core-eagle-first-window",
@@ -372,6 +378,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         None,
         "With EAGLE and a window's blocks shorter than the alignment, a hit shorter than the window is cut twice.",
+        "tests/bugs/core_eagle_first_window.py",
     ),
     KnownIssue(
         "core-eagle-unproven-hit",
@@ -379,6 +386,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         None,
         "With two or more windows that EAGLE reads, a hit that one has shortened isn't proved again to the others.",
+        "tests/bugs/core_eagle_unproven_hit.py",
     ),
     KnownIssue(
         "core-second-full-group-not-cut",
@@ -386,6 +394,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.29.0",
         "Of two full-attention layouts only the first one's row is cut to the hit; the other's stays longer.",
+        "vllm#52828",
     ),
     KnownIssue(
         "core-eagle-window-unregistered",
@@ -393,6 +402,7 @@ KNOWN_ISSUES = (
         "0.22.1",
         "0.23.0",
         "With EAGLE and a window's blocks shorter than the alignment, the block that proves a hit isn't registered.",
+        "tests/test_core_machine.py",
     ),
     KnownIssue(
         "core-window-freed-too-early",
@@ -400,13 +410,15 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.26.0",
         "Blocks that leave a window are released on the basis of what is scheduled: a step in flight still reads them.",
+        "vllm#47728",
     ),
     KnownIssue(
         "core-external-evicts-hits",
-        "ALLOC-5",
+        "ALLOC-6",
         "0.20.2",
         "0.24.0",
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
+        "vllm#44409",
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""

@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 RawHash = bytes
@@ -43,6 +44,13 @@ def release() -> str:
     from importlib.metadata import version
 
     return version("vllm")
+
+
+def own_files() -> tuple[str, ...]:
+    """Return the directories of the target's files."""
+    import vllm
+
+    return (str(Path(vllm.__file__).parent),)
 
 
 @functools.cache
@@ -286,12 +294,12 @@ def event_hash(block_hash: RawHash) -> bytes | int:
 
 
 Call = tuple[Any, ...]
-"""A call that the manager made: ``("needed", slots, blocks)``, ``("register", group, first, end, wanted)`` or
-``("tail", group, tokens)``."""
+"""A call that the manager made: ``("needed", whole, slots, blocks)`` (whole: for admission),
+``("register", group, first, end, wanted)`` or ``("tail", group, tokens)``."""
 
 
 def _needed_call(arguments: dict[str, Any], result: int) -> Call:
-    return "needed", arguments["num_tokens"], result
+    return "needed", arguments.get("apply_admission_cap", False), arguments["num_tokens"], result
 
 
 def _register_call(arguments: dict[str, Any], result: None) -> Call:
