@@ -9,6 +9,7 @@ import pytest
 from kvspec import __version__, cli
 from kvspec.findings import Finding, FindingStore, Key, Record
 from kvspec.gate import Tally, seconds, share
+from kvspec.laws import LAWS
 from kvspec.ops import Add, EngineSetup, History, Reset, Step, history_to_json
 
 HISTORY = History(
@@ -140,7 +141,8 @@ def test_spec_writes_one_clause_or_law(kvspec: Run) -> None:
     assert status == 0
     assert "### POOL-2. New blocks come from the head" in output
     assert "POOL-3" not in output
-    assert "### SHADOW-1. Attention reads" in kvspec("spec", "--clause", "SHADOW-1")[1]
+    law = next(iter(LAWS.values()))
+    assert f"### {law.id}. {law.sentence}" in kvspec("spec", "--clause", law.id)[1]
 
 
 @pytest.mark.parametrize(
