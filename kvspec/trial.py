@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine
 from msgspec.structs import replace
 
@@ -121,6 +122,7 @@ class _Run:
         self._seen: Counter[Key] = Counter()
         self._issues: dict[Key, str] = {}
         self._clock_s = 0.0
+        self._to_the_end = self._trial.to_the_end
         self._since, self._since_s = Progress(job=job.job), time.monotonic()
 
     def run(self) -> None:
@@ -129,11 +131,20 @@ class _Run:
             if missing := sorted(set(wanted.events) - self._suite.events.keys()):
                 del self._open[wanted.name]
                 self._emit(Unreachable(job=self._job.job, trial=self._number, wanted=wanted.name, events=missing))
+        self._to_the_end &= bool(self._open)
         number = 0
         while self._is_wanted(self._open) and not self._is_over():
+            before = self._effort.histories
             self._clock_s = time.process_time() - self._effort.cpu_s
-            with suppress(_TrialOver):
+            try:
                 self._round(number)
+            except _TrialOver:
+                pass
+            except (Flaky, FlakyStrategyDefinition) as error:
+                message = f"the machine drew differently after the same start: {error}"
+                self._emit(Nondeterminism(job=self._job.job, message=message, history=None))
+            if self._effort.histories == before:
+                raise KvspecError(f"The machine of {self._job.target} makes no history.")
             for name in list(self._sighted):
                 self._settle(self._open[name], self._sighted.pop(name))
             number += 1
@@ -188,7 +199,7 @@ class _Run:
 
     def _is_wanted(self, names: Collection[str]) -> bool:
         """Whether the trial goes on while these haven't been found."""
-        return bool(names) or (self._trial.to_the_end and bool(self._trial.wanted))
+        return bool(names) or self._to_the_end
 
     def _all_seen(self) -> list[Seen]:
         return [Seen(key, count, self._issues[key]) for key, count in self._seen.items()]
