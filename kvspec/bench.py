@@ -184,7 +184,7 @@ def source_digest(*more: Path) -> str:
         file for file in files if not any(part.startswith(_PARENTS) for part in file.relative_to(package.parent).parts)
     ]
     for place in more:
-        run += place.rglob("*.py") if place.is_dir() else [place]
+        run += place.rglob("*.py") if place.is_dir() else [place] * place.is_file()
     digest = hashlib.sha256()
     for file in sorted(run):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -33,14 +33,13 @@ from kvspec.bench import (
 from kvspec.cli_release import InstallProgress
 from kvspec.cli_types import Duration, known_option
 from kvspec.defects import Defect, load_defects
-from kvspec.events import Event, Interrupted, TrialStarted, WorkerFailed, WorkerReady
+from kvspec.events import ABLATIONS, Event, Interrupted, TrialStarted, WorkerFailed, WorkerReady
 from kvspec.events import Progress as Counted
 from kvspec.findings import now
 from kvspec.gate import Prepared, prepare
 from kvspec.known import load_known
 from kvspec.report.bench import Report, write_reports
 from kvspec.report.terminal import PLAIN_INTERVAL_S, StdoutConsole
-from kvspec.trial import ABLATIONS
 
 
 class BenchTerminal:
@@ -225,8 +224,7 @@ def bench(
         registry=registry,
     )
     plan = _chosen(plan, names, targets)
-    digest = source_digest(*(place for place, wanted in ((cases, plan.cases), (registry, plan.defects)) if wanted))
-    header = Header(kvspec=kvspec.__version__, code=digest, budget_cpu_s=budget, started=now())
+    header = Header(kvspec=kvspec.__version__, code=source_digest(cases, registry), budget_cpu_s=budget, started=now())
     console = StdoutConsole()
     with ExitStack() as stack:
         terminal = stack.enter_context(BenchTerminal(console))
@@ -305,7 +303,9 @@ def summary(bench: Bench) -> list[Text]:
             left = f"; {len(figures) - len(ran)} not run" if len(figures) > len(ran) else ""
             style = "bold green" if proved == len(ran) else "bold red"
             lines.append(Text(f"{what}: {proved} of {len(ran)} found by every seed and silent elsewhere{left}", style))
-        lines += [Text(f"  {one.id}: {one.note()}", "yellow") for one in figures if one.note()]
+        lines += [Text(f"  {id}: {note}", "yellow") for id, note in report.noted(figures)]
+        for why, target, ids in report.left_out(figures):
+            lines.append(Text(f"  {why} ({target}): {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}", "dim"))
     return lines
 
 

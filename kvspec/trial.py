@@ -19,6 +19,9 @@ from msgspec.structs import replace
 from kvspec.defects import load_defects, planted
 from kvspec.errors import KvspecError
 from kvspec.events import (
+    FAIR,
+    NO_LIVE_PREFIXES,
+    RAW,
     Effort,
     Event,
     Nondeterminism,
@@ -53,16 +56,8 @@ if TYPE_CHECKING:
 
 WARM_UP_HISTORIES = 5
 
-RAW = "raw-driver"
-ABLATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "fair-device": (
-        "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
-        {"fair": True},
-    ),
-    RAW: ("the same choices drawn evenly from a seed, without Hypothesis", {}),
-    "no-live-prefixes": ("no prompt is repeated or continued on purpose", {"live_prefixes": False}),
-}
-"""What a machine can be made to do without: a sentence, and the class attributes that do it."""
+_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, RAW: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
+"""Class attributes of a machine that make it do without something."""
 
 
 def run_trials(suite: Suite, job: TrialJob, emit: Callable[[Event], None], stopping: Callable[[], bool]) -> None:
@@ -255,7 +250,7 @@ def _without(
     machine: type[RuleBasedStateMachine], ablation: str, sink: Callable[..., None]
 ) -> type[RuleBasedStateMachine]:
     """Return the machine with a sink, and without what an ablation takes away. KvspecError if it can't be taken."""
-    changes = ABLATIONS[ablation][1] if ablation else {}
+    changes = _CHANGES[ablation] if ablation else {}
     needed = {"raw"} if ablation == RAW else set(changes)
     if missing := sorted(name for name in needed if not hasattr(machine, name)):
         raise KvspecError(f"{machine.__name__} has no {', '.join(missing)}, so it can't do the ablation {ablation}.")

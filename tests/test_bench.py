@@ -188,7 +188,7 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
     assert "toy-door, as it is, seed 0: found after" in output
     assert "NOT SILENT, DOOR-1" in output
     assert "toy-loft: the machine never makes the event 'loft'" in output
-    assert f"toy-new: {NOT_BUILT}" in output
+    assert f"{NOT_BUILT} (vllm-new): toy-new" in output
 
 
 @pytest.mark.parametrize(
