@@ -101,6 +101,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Known issues that were seen, and didn't count."""
     failure: str = ""
     """Why nothing can be said: the worker died, the machine never makes the event."""
+    died: bool = False
+    """It was the worker."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -433,7 +435,7 @@ class _Run:
             self._bench.failures.append(event)
             return []
         for name in sorted(self._open[event.job, number]):
-            self._add(event.job, number, name, Effort(), failure=event.message)
+            self._add(event.job, number, name, Effort(), failure=event.message, died=True)
         return self._jobs[event.job][number + 1 :]
 
     def _sighted(self, event: Sighted) -> None:

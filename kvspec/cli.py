@@ -12,17 +12,16 @@ from typing import NoReturn
 
 import click
 from msgspec.structs import replace
-from rich.console import Console
 from rich.text import Text
 
-from kvspec import __version__, releases
+from kvspec import __version__
 from kvspec.cli_bench import bench
-from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_release import prepared_target, release
 from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate
+from kvspec.gate import FINDINGS_DIR, Plan, replay_history, run_gate
 from kvspec.history import story
 from kvspec.known import load_known
 from kvspec.ops import History
@@ -129,7 +128,7 @@ def gate(
         known=[] if no_known else load_known(known_file),
         fail_fast=fail_fast,
     )
-    prepared = _prepared(target)
+    prepared = prepared_target(target)
     with ExitStack() as stack:
         handlers: list[Callable[[Event], None]] = [stack.enter_context(Terminal(StdoutConsole()))]
         if junit:
@@ -142,16 +141,6 @@ def gate(
                 handle(event)
 
         return run_gate(prepared, plan, emit).exit_code
-
-
-def _prepared(target: str) -> Prepared:
-    """Install the release if need be, and show how that goes."""
-    with ExitStack() as stack:
-
-        def progress(version: str) -> releases.Progress:
-            return stack.enter_context(InstallProgress(version, Console(stderr=True)))
-
-        return prepare(target, progress)
 
 
 @cli.command()
@@ -177,7 +166,7 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
       0    no law is broken
     """
     history = load_finding(file).history if file.is_dir() else load_history(file)
-    prepared = _prepared(target or history.target)
+    prepared = prepared_target(target or history.target)
     history = replace(history, target=prepared.target)
     replayed = replay_history(prepared, history)
     console = StdoutConsole()
@@ -216,7 +205,7 @@ def measure(target: str, histories: int, seed: int) -> int:
     Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
-    prepared = _prepared(target)
+    prepared = prepared_target(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     return 2 if subprocess.run(command, env=prepared.environment).returncode else 0
 

@@ -94,6 +94,15 @@ class Figures:
         """The seeds that weren't silent where it isn't."""
         return [row for row in self.clean if row.found]
 
+    def silence(self) -> str:
+        """Say in which release how many seeds were silent, and which known issues they saw."""
+        if not self.clean:
+            return "–"
+        known = sorted({issue for row in self.clean for issue in row.known})
+        where = f"{self.fixed}: " if self.fixed else ""
+        seen = f" (known: {', '.join(known)})" if known else ""
+        return f"{where}{len(self.clean) - len(self.alarms)} of {len(self.clean)}{seen}"
+
     @property
     def is_proved(self) -> bool:
         """Every seed found it where it is, and none where it isn't."""
