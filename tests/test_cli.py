@@ -34,7 +34,9 @@ def kvspec(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", [[], ["gate"], ["replay"], ["measure"], ["known"], ["spec"], ["release"]])
+@pytest.mark.parametrize(
+    "command", [[], ["gate"], ["replay"], ["measure"], ["bench"], ["known"], ["spec"], ["release"]]
+)
 def test_help_teaches_with_examples(kvspec: Run, command: list[str]) -> None:
     status, output, _ = kvspec(*command, "--help")
     assert status == 0
@@ -42,7 +44,7 @@ def test_help_teaches_with_examples(kvspec: Run, command: list[str]) -> None:
 
 
 def test_help_of_what_has_exit_codes_tells_them(kvspec: Run) -> None:
-    assert all("Exit status" in kvspec(command, "--help")[1] for command in ("gate", "replay"))
+    assert all("Exit status" in kvspec(command, "--help")[1] for command in ("gate", "replay", "bench"))
 
 
 def test_the_version_is_told(kvspec: Run) -> None:
