@@ -254,6 +254,8 @@ class OffloadingTier:
     """The chunks of OffloadingConnector's CPU manager and the jobs that move them."""
 
     null_block: int | None = None
+    polls_when_idle = True
+    """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
         self._vllm = vllm
@@ -262,7 +264,6 @@ class OffloadingTier:
         self._scheduler = vllm.connector.connector_scheduler
         self._manager = self._scheduler.manager
         self._policy = self._manager._policy
-        self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.24 and later
         self._schedules = 0
         self._schedules_with_forward: list[int] = []
         self._numbers = itertools.count()
