@@ -75,7 +75,7 @@ def prepared_target(target: str) -> Prepared:
     with ExitStack() as stack:
 
         def progress(version: str) -> releases.Progress:
-            return stack.enter_context(InstallProgress(version, Console(stderr=True)))
+            return stack.enter_context(InstallProgress(version, PipeConsole(stderr=True)))
 
         return prepare(target, progress)
 
