@@ -39,6 +39,8 @@ class CopiedBlock(NamedTuple):
     gpu: int
     cpu: int
     to_gpu: bool
+    job: int | None = None
+    """The number of the transfer that it is part of, if the connector has such numbers."""
 
 
 class Probe(Protocol):

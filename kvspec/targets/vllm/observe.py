@@ -193,7 +193,7 @@ class ObservedEngine:
             to_gpu = 0 <= dst - gpu_base < gpu_bytes
             gpu_address, cpu_address = (dst, src) if to_gpu else (src, dst)
             gpu = (gpu_address - gpu_base) // size % self._setup.gpu_blocks
-            block = CopiedBlock(rank, gpu, self._tier.block_of(rank, cpu_address), to_gpu)
+            block = CopiedBlock(rank, gpu, self._tier.block_of(rank, cpu_address), to_gpu, executed.label)
             self._probe.copied(block)
             self._tier.copied(block)
 

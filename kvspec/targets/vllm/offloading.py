@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -250,6 +250,26 @@ class _RankView:
     """Chunk: the latest store of which a copy has executed."""
 
 
+class _Names(NamedTuple):
+    """How a release names the parts of the CPU tier, in its manager, its policies and their entries."""
+
+    allocated: str
+    free: str
+    evictable: str
+    """Up to 0.23 there is no such counter."""
+    table: str
+    id: str
+
+
+_CHUNK_NAMES = _Names(
+    "_num_allocated_chunks", "_get_num_free_chunks", "_num_evictable_cache_chunks", "chunks", "chunk_id"
+)
+"""0.30 and later."""
+_BLOCK_NAMES = _Names(
+    "_num_allocated_blocks", "_get_num_free_blocks", "_num_evictable_cache_blocks", "blocks", "block_id"
+)
+
+
 class OffloadingTier:
     """The chunks of OffloadingConnector's CPU manager and the jobs that move them."""
 
@@ -264,17 +284,20 @@ class OffloadingTier:
         self._scheduler = vllm.connector.connector_scheduler
         self._manager = self._scheduler.manager
         self._policy = self._manager._policy
+        self._names = _CHUNK_NAMES if hasattr(self._manager, _CHUNK_NAMES.allocated) else _BLOCK_NAMES
         self._schedules = 0
         self._schedules_with_forward: list[int] = []
         self._numbers = itertools.count()
         self._due: dict[int, _Job] = {}
         self._let_go_stores: list[_Job] = []
-        self._by_pair: dict[tuple[bool, int, int], _Job] = {}
+        self._jobs: dict[int, _Job] = {}
         self._preempted: set[str] = set()
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
             self._listen_to_forwards(self._ranks[rank.index], rank.memory)
+            for handler in _handlers(rank.connector):
+                _label_copies(rank.device, handler)
         self._listen()
 
     # Listening --------------------------------------------------------------------------------------------------------
@@ -388,8 +411,7 @@ class OffloadingTier:
                 copies_due=self._setup.ranks * LAYERS * int(gpu.block_ids.size),
                 is_running=transfer.req_id in output.num_scheduled_tokens,
             )
-            self._due[number] = job
-            self._by_pair.update({(is_store, block, chunk): job for block, chunk in job.pairs})
+            self._jobs[number] = self._due[number] = job
             jobs.append(job)
         return jobs
 
@@ -405,7 +427,7 @@ class OffloadingTier:
                 del self._due[job.number]
 
     def copied(self, block: CopiedBlock) -> None:
-        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        job = self._job_of(block)
         if job is None:
             return
         job.copies_due -= 1
@@ -444,25 +466,22 @@ class OffloadingTier:
 
     def pool(self) -> PoolView:
         """A chunk that nobody pins is free for another key, whether it has one now or not."""
+        manager, names = self._manager, self._names
         refs = [0] * self._setup.cpu_blocks
-        manager = self._manager
-        used = _attribute(manager, "_num_allocated_chunks", "_num_allocated_blocks")
-        free = [*manager._free_list, *range(used, len(refs))]
-        free_count = _attribute(manager, "_get_num_free_chunks", "_get_num_free_blocks")()
+        free = [*manager._free_list, *range(getattr(manager, names.allocated), len(refs))]
         unpinned = []
         for status in self._chunks().values():
-            refs[_chunk_id(status)] = abs(status.ref_cnt)
+            chunk = getattr(status, names.id)
+            refs[chunk] = abs(status.ref_cnt)
             if status.ref_cnt == 0:
-                unpinned.append(_chunk_id(status))
-        evictable = _attribute(manager, "_num_evictable_cache_chunks", "_num_evictable_cache_blocks", None)
-        return PoolView(
-            "CPU", refs, free + unpinned, free_count + (len(unpinned) if evictable is None else evictable), -1
-        )
+                unpinned.append(chunk)
+        free_count = getattr(manager, names.free)() + getattr(manager, names.evictable, len(unpinned))
+        return PoolView("CPU", refs, free + unpinned, free_count, -1)
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
         later job has used it."""
-        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        job = self._job_of(block)
         if job is None:
             return gpu_refs, 0
         view = self._ranks[block.rank]
@@ -476,9 +495,15 @@ class OffloadingTier:
             return gpu_refs, 0
         return gpu_refs, int(job.is_let_go or self._is_pinned(job, block.cpu))
 
+    def _job_of(self, block: CopiedBlock) -> _Job | None:
+        """Return the job that a copy is part of; None if no job says that it is to be made."""
+        job = self._jobs.get(-1 if block.job is None else block.job)
+        is_planned = job and job.is_store != block.to_gpu and (block.gpu, block.cpu) in job.pairs
+        return job if is_planned else None
+
     def _is_pinned(self, job: _Job, chunk: int) -> bool:
         for status in self._chunks().values():
-            if _chunk_id(status) == chunk:
+            if getattr(status, self._names.id) == chunk:
                 return bool(status.ref_cnt == -1 if job.is_store else status.ref_cnt > 0)
         return False
 
@@ -500,14 +525,15 @@ class OffloadingTier:
         """Return the ready chunks; one whose store was let go is as good as ready once the workers have done it."""
         self._let_go_stores = [job for job in self._let_go_stores if job.copies_due]
         unwritten = {chunk for job in self._let_go_stores for _, chunk in job.pairs}
-        ready = {key + _CHUNK: _chunk_id(status) for key, status in self._chunks().items() if status.is_ready}
+        name = self._names.id
+        ready = {key + _CHUNK: getattr(status, name) for key, status in self._chunks().items() if status.is_ready}
         return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
 
     def _chunks(self) -> Mapping[bytes, Any]:
         policy = self._policy
         if hasattr(policy, "t1"):
             return {**policy.t1, **policy.t2}
-        chunks: Mapping[bytes, Any] = _attribute(policy, "chunks", "blocks")
+        chunks: Mapping[bytes, Any] = getattr(policy, self._names.table)
         return chunks
 
     def tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
@@ -543,28 +569,31 @@ def _group_of(key: bytes) -> int:
     return group_of(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
 
 
-def _attribute(owner: Any, *names: Any) -> Any:
-    """Return the first attribute that the release has: blocks of the CPU tier are called chunks from 0.30 on. A last
-    argument that is no name is the default."""
-    for name in names:
-        if not isinstance(name, str):
-            return name
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    raise AttributeError(f"{type(owner).__name__} has none of {names}")
-
-
-def _chunk_id(status: Any) -> int:
-    return int(_attribute(status, "chunk_id", "block_id"))
-
-
 def _handlers(worker_connector: Any) -> list[Any]:
     """Return the transfer handlers of a worker, that of stores first."""
     spec = worker_connector.connector_worker.spec
-    owner = _attribute(spec, "_worker", "_handlers")
+    owner = getattr(spec, "_worker", None) or spec._handlers
     if hasattr(owner, "gpu_to_cpu_handler"):  # up to 0.24
         return [owner.gpu_to_cpu_handler, owner.cpu_to_gpu_handler]
-    return [owner._store_handler, owner._load_handler]
+    handlers = [owner._store_handler, owner._load_handler]
+    return [*handlers, owner._expedited_load_handler] if hasattr(owner, "_expedited_load_handler") else handlers
+
+
+def _label_copies(device: SimulatedDevice, handler: Any) -> None:
+    """Let the copies of a handler bear the number of their job.
+
+    Up to 0.20 workers number jobs by themselves: a step's loads, then its stores, as the metadata names them.
+    """
+    transfer = handler.transfer_async
+
+    def transfer_async(job_id: int, *specs: Any) -> Any:
+        device.label = job_id
+        try:
+            return transfer(job_id, *specs)
+        finally:
+            device.label = None
+
+    handler.transfer_async = transfer_async
 
 
 def _cpu_tensors(worker_connector: Any) -> list[np.ndarray]:
