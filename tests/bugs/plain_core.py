@@ -35,6 +35,16 @@ def window(block_size, tokens):
     )
 
 
+def states(block_size, drafts=0):
+    return interface.MambaSpec(
+        block_size=block_size,
+        shapes=((1,),),
+        dtypes=(torch.float16,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
+
+
 class Cache:
     """A manager for groups given as (spec, whether it has draft layers)."""
 
