@@ -708,7 +708,7 @@ class CachePair:
                 self.model.longest(text, limit, mates, None),
                 self.real.group_hit(live.real, limit, mates, False),
             )
-            if not self.model.drops[index]:
+            if not self.model.drops[index] or self.model.groups[index].kind is Kind.MAMBA:
                 continue
             proof_limit = self.model.proof_limit_of(text, limit)
             reach = limit if proof_limit == limit else min(limit + self.model.spans[index], proof_limit)
@@ -749,12 +749,18 @@ class CachePair:
 
     def lacks_proof(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-unproven-hit can be why a hit is longer than expected."""
-        layouts = {group.layout() for group, drops in zip(self.setup.groups, self.model.drops, strict=True) if drops}
+        sides = zip(self.model.groups, self.model.drops, strict=True)
+        layouts = {group.layout() for group, drops in sides if drops and group.kind is not Kind.MAMBA}
         return actual.tokens > expect.tokens and len(layouts) > 1
 
     def _over_allocated(self, request: Request, tokens: int) -> bool:
         rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
         return any(group.align and blocks_for(tokens, span) + group.spares < len(row) for group, span, row in rows)
+
+    def reaches_too_far(self, expect: Hit, actual: Hit) -> bool:
+        """Whether core-mamba-hit-disagrees can be why a hit is longer than expected."""
+        kinds = zip(self.model.groups, self.model.drops, strict=True)
+        return actual.tokens > expect.tokens and any(drops and group.kind is Kind.MAMBA for group, drops in kinds)
 
     def _external_evicts_hits(self, hit: Hit | None, external: int) -> bool:
         return hit is not None and len(self.setup.groups) > 1 and hit.tokens > 0 and external > 0
@@ -872,6 +878,7 @@ _LOOKUP_ISSUES: dict[str, Callable[[CachePair, Hit, Hit], bool]] = {
     "core-eagle-first-window": CachePair.cuts_twice,
     "core-second-full-group-not-cut": CachePair.leaves_tail,
     "core-eagle-unproven-hit": CachePair.lacks_proof,
+    "core-mamba-hit-disagrees": CachePair.reaches_too_far,
 }
 
 _CACHE_ARMS: dict[type, Callable[[CachePair, Any], None]] = {

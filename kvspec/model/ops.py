@@ -372,7 +372,7 @@ def cache_setup(
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
-        eagle_fallback=eagle == 8 and not set("CMA") & set(letters),
+        eagle_fallback=eagle == 8 and "C" not in letters,
     )
 
 

@@ -444,6 +444,13 @@ KNOWN_ISSUES = (
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
     ),
     KnownIssue(
+        "core-mamba-hit-disagrees",
+        "HIT-4",
+        "0.20.2",
+        "0.26.0",
+        "With EAGLE and no group marked for it, a state one block after what full attention holds counts as the hit.",
+    ),
+    KnownIssue(
         "core-states-over-allocated",
         "STATE-2",
         "0.20.2",
