@@ -8,7 +8,7 @@ only grow at their end.
 ``CacheManager`` is also a fake: it has no device and no engine behind it, and can stand for the real one in
 a unit test.
 
-Not modelled: what ``groups`` leaves out; encoder blocks; zeroing; the KV connector's own lookup;
+Not modelled: what ``groups`` and ``states`` leave out; encoder blocks; zeroing; the KV connector's own lookup;
 multi-module drafting; the reports of hits (0.26.0 and later) beyond ``BlockPool.tell_hit``.
 """
 

@@ -7,7 +7,8 @@ after each draft token.
 
 Not modelled: checkpoints inside a chunk (0.29.0 and later, only with a backend that can export them); states
 registered and hit inside a block, with copy-on-write (0.26.0 and later, Mamba blocks longer than a hash block);
-the hand-over of states to a connector.
+the hand-over of states to a connector; a connector whose tokens come while the step computes on (none of vLLM's
+offload connectors): the count of needed blocks leaves out the block for them.
 """
 
 from __future__ import annotations
