@@ -469,7 +469,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.23.0",
         "In align mode, a step that needs fewer blocks than rejected drafts left in the row raises AssertionError.",
-        "tests/test_core_machine.py",
+        "tests/bugs/core_states_over_allocated.py",
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""
