@@ -204,7 +204,8 @@ class VllmEngine:
         """Return the tags of the tokens in the block that a key stands for, or None if it is nobody's.
 
         A key is the hash of the block's last tokens (up to 0.23 of all its tokens, one hash after the other), and the
-        group's number in 4 bytes. From 0.26 on a key may stand for the beginning of a block: fewer tokens than its span.
+        group's number in 4 bytes. From 0.26 on a key may stand for the beginning of a block: for fewer tokens than its
+        span.
         """
         noted = self._hashed.get(key[-4 - HASH_BYTES : -4])
         if noted is None:
