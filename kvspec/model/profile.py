@@ -451,6 +451,13 @@ KNOWN_ISSUES = (
         "With EAGLE and no group marked for it, a state one block after what full attention holds counts as the hit.",
     ),
     KnownIssue(
+        "core-state-registered-again",
+        "REG-6",
+        "0.32.0",
+        "0.33.0",
+        "A state that is registered already is registered again when its prompt goes on: no hit in that step.",
+    ),
+    KnownIssue(
         "core-states-over-allocated",
         "STATE-2",
         "0.20.2",
