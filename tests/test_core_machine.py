@@ -143,6 +143,10 @@ TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60, eagle_fallback=True),
         [arrive(5, 1), schedule(0, 4), schedule(0, 4), schedule(0, 4), arrive(4, 1), schedule(1)],
     ),
+    "core-state-registered-again": (
+        o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
+        [arrive(2, 1), schedule(0, 8), o.NewStep(), schedule(0, 1)],
+    ),
     "core-states-over-allocated": (
         o.CacheSetup((Group(Kind.MAMBA, 4, align=True, spares=2),), blocks=60),
         [
