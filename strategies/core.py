@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from hypothesis import strategies as st
@@ -875,7 +875,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair: PoolPair | CachePair | None = None
+        self.pair: Pair | None = None
         self.ops: list[Any] = []
 
     def _apply(self, op: Any) -> None:
@@ -984,7 +984,28 @@ def _described(groups: Sequence[Group]) -> list[tuple[str, int, int, bool, bool]
 
 # Many ops, without Hypothesis -----------------------------------------------------------------------------------------
 
-History = ops.PoolHistory | ops.CacheHistory
+
+class Pair(Protocol):
+    """Two sides of an equality, and what a history has reached on them."""
+
+    reached: Counter[str]
+
+    def apply(self, op: Any) -> None: ...
+
+
+class Level(NamedTuple):
+    """What the command line can run."""
+
+    draw: Callable[[Random, Profile, str | None], ops.History]
+    required: dict[str, Callable[[Profile], bool]]
+    """Events that a run must reach -> whether a release can."""
+
+
+PAIRS: dict[type, Callable[[Any, Profile, frozenset[str] | None], Pair]] = {
+    ops.PoolHistory: PoolPair,
+    ops.CacheHistory: CachePair,
+}
+"""Histories -> what they happen to."""
 
 HISTORY_OPS = 100
 """Ops of a history: enough to fill a pool several times."""
@@ -996,7 +1017,7 @@ FINDINGS_MAX = 20
 class Finding:
     """A history that shows a difference, and the difference."""
 
-    history: History
+    history: ops.History
     clause: str
     """Or the exception, if the implementation raised one."""
     message: str
@@ -1012,25 +1033,22 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
 
 
-def pair_for(history: History, avoid: frozenset[str] | None = None) -> PoolPair | CachePair:
+def pair_for(history: ops.History, avoid: frozenset[str] | None = None) -> Pair:
     """Return a new pair for a history. Its release says what the model expects; the implementation is the importable
     one.
     """
-    profile = profile_for(history.release)
-    if isinstance(history, ops.PoolHistory):
-        return PoolPair(history.setup, profile, avoid)
-    return CachePair(history.setup, profile, avoid)
+    return PAIRS[type(history)](history.setup, profile_for(history.release), avoid)
 
 
-def replay(history: History, avoid: frozenset[str] | None = None) -> Counter[str]:
+def replay(history: ops.History, avoid: frozenset[str] | None = None) -> Counter[str]:
     """Apply a history to a new pair and return what it reached. ClauseBroken if there is a difference."""
     pair = pair_for(history, avoid)
     for op in history.ops:
-        pair.apply(op)  # type: ignore[arg-type]
+        pair.apply(op)
     return pair.reached
 
 
-def difference(history: History, avoid: frozenset[str] | None = None) -> str | None:
+def difference(history: ops.History, avoid: frozenset[str] | None = None) -> str | None:
     """Return the clause that a history breaks, or the exception that it causes; None for neither."""
     try:
         replay(history, avoid)
@@ -1041,7 +1059,7 @@ def difference(history: History, avoid: frozenset[str] | None = None) -> str | N
     return None
 
 
-def minimise(history: History, avoid: frozenset[str] | None = None) -> History:
+def minimise(history: ops.History, avoid: frozenset[str] | None = None) -> ops.History:
     """Leave ops out, one after the other, as long as what is left shows the same difference."""
     shown = difference(history, avoid)
     index = len(history.ops) - 1
@@ -1053,31 +1071,42 @@ def minimise(history: History, avoid: frozenset[str] | None = None) -> History:
     return history
 
 
-def _drawn(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
+def draw_ops(
+    random: Random, weights: dict[type, int], ranges: dict[type, dict[str, tuple[int, int]]], always: int
+) -> tuple[Any, ...]:
+    """Draw the ops of a history. Weights differ from history to history, some ops don't occur at all, but the first
+    ``always`` of them do: so one is all hits and another all evictions.
+    """
+    drawn = {kind: weight * random.choice((0, 1, 1, 3)) for kind, weight in weights.items()}
+    for kind in list(drawn)[:always]:
+        drawn[kind] = drawn[kind] or weights[kind]
+    if not any(drawn.values()):
+        drawn = dict.fromkeys(drawn, 1)
+    kinds = random.choices(list(drawn), list(drawn.values()), k=HISTORY_OPS)
+    return tuple(kind(**draw_numbers(random, ranges[kind])) for kind in kinds)
+
+
+def draw_numbers(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """Draw a number from each range."""
     return {name: random.randint(*limits) for name, limits in ranges.items()}
 
 
-def draw(random: Random, level: str, profile: Profile, family: str | None = None) -> History:
-    """Draw a history of a level, ``pool`` or ``cache``; of the cache, with groups of one family only.
+def _draw_pool(random: Random, profile: Profile, family: str | None) -> ops.PoolHistory:
+    del family
+    steps = draw_ops(random, {kind: ops.WEIGHTS[kind] for kind in _POOL_ARMS}, ops.RANGES, 0)
+    setup = ops.pool_setup(profile, **draw_numbers(random, ops.POOL_SETUP_RANGES))
+    return ops.PoolHistory(profile.release, setup, steps)
 
-    Weights differ from history to history, some ops don't occur at all: so one is all hits and another all evictions.
-    """
-    arms = _POOL_ARMS if level == "pool" else _CACHE_ARMS
-    weights = [ops.WEIGHTS[kind] * random.choice((0, 1, 1, 3)) for kind in arms]
-    must = 0 if level == "pool" else 2  # requests must arrive and be scheduled
-    weights = [
-        max(weight, ops.WEIGHTS[kind] * (i < must)) for i, (weight, kind) in enumerate(zip(weights, arms, strict=True))
-    ]
-    if not any(weights):
-        weights = [1] * len(weights)
-    kinds = random.choices(list(arms), weights, k=HISTORY_OPS)
-    steps = tuple(kind(**_drawn(random, ops.RANGES[kind])) for kind in kinds)
-    if level == "pool":
-        return ops.PoolHistory(profile.release, ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES)), steps)
-    numbers = _drawn(random, ops.CACHE_SETUP_RANGES)
+
+def _draw_cache(random: Random, profile: Profile, family: str | None) -> ops.CacheHistory:
+    steps = draw_ops(random, {kind: ops.WEIGHTS[kind] for kind in _CACHE_ARMS}, ops.RANGES, 2)
+    numbers = draw_numbers(random, ops.CACHE_SETUP_RANGES)
     if family is not None:
         numbers["family"] = ops.FAMILIES.index(family)
     return ops.CacheHistory(profile.release, ops.cache_setup(profile, **numbers), steps)
+
+
+LEVELS = {"pool": Level(_draw_pool, POOL_REQUIRED), "cache": Level(_draw_cache, CACHE_REQUIRED)}
 
 
 def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budget_s: float = float("inf")) -> Tally:
@@ -1087,13 +1116,13 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
     target.warm_up()
     start = time.process_time()
     while tally.ops < ops_wanted and tally.seconds < budget_s and len(tally.findings) < FINDINGS_MAX:
-        history = draw(random, level, profile, family)
+        history = LEVELS[level].draw(random, profile, family)
         pair, done = None, 0
         try:
             pair = pair_for(history)
             for op in history.ops:
                 done += 1
-                pair.apply(op)  # type: ignore[arg-type]
+                pair.apply(op)
         except ClauseBroken as broken:
             tally.findings.append(Finding(history, broken.clause.id, str(broken)))
         except Exception as error:  # whatever the implementation raises is a finding
@@ -1107,14 +1136,14 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
 
 def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
     """Return the required events that a run has missed."""
-    required = POOL_REQUIRED if level == "pool" else CACHE_REQUIRED
+    required = LEVELS[level].required
     return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
 
 
-def main() -> int:
+def main(prog: str = "python -m strategies.core", level: str = "cache") -> int:
     """Run from the command line: ops, ops per second and differences on the vLLM that is importable."""
-    parser = argparse.ArgumentParser(prog="python -m strategies.core", description=main.__doc__)
-    parser.add_argument("--level", choices=("pool", "cache"), default="cache")
+    parser = argparse.ArgumentParser(prog=prog, description=main.__doc__)
+    parser.add_argument("--level", choices=list(LEVELS), default=level)
     parser.add_argument("--ops", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=ops.FAMILIES, default=None)

@@ -55,6 +55,15 @@ class CpScaling(Enum):
     DECODE_SHARDED = "decode size, the groups that say that they are sharded"
 
 
+class TierRecency(Enum):
+    """When a chunk of the CPU tier gets its place in the order of eviction (LRU)."""
+
+    USE = "when it is stored, and whenever it is touched"
+    RELEASE = "when its store or its last load ends, and when it is touched while idle"
+    REQUEST = "when it is stored, and at the end of each request that has used it"
+    POSITION = "when a request first uses the tier, its text's end first, and at the end of each request"
+
+
 class Switch(NamedTuple):
     """One thing that changed on purpose."""
 
@@ -284,6 +293,40 @@ class Profile:
         )
     )
 
+    tier_recency: TierRecency = field(
+        metadata=_switch(
+            "When a chunk of the CPU tier gets its place in the order of eviction.",
+            "v1/kv_offload/cpu/policies/lru.py, LRUCachePolicy",
+            {
+                "0.20.2": TierRecency.USE,
+                "0.24.0": TierRecency.RELEASE,
+                "0.31.0": TierRecency.REQUEST,
+                "0.33.0": TierRecency.POSITION,
+            },
+        )
+    )
+    tier_counts_requests: bool = field(
+        metadata=_switch(
+            "The CPU tier counts uses by request and not by call.",
+            "v1/kv_offload/cpu/manager.py, CPUOffloadingManager.on_request_finished",
+            {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    tier_tells_failed_stores: bool = field(
+        metadata=_switch(
+            "The CPU tier tells of chunks whose store has failed.",
+            "v1/kv_offload/cpu/manager.py, CPUOffloadingManager.complete_store",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    offload_reset: bool = field(
+        metadata=_switch(
+            "OffloadingConnector's cache can be reset.",
+            "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, OffloadingConnectorScheduler.reset_cache",
+            {"0.20.2": False, "0.22.1": True},
+        )
+    )
+
 
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
 
@@ -407,6 +450,20 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.24.0",
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
+    ),
+    KnownIssue(
+        "offload-in-flight-is-a-miss",
+        "TIER-1",
+        "0.20.2",
+        "0.21.0",
+        "A chunk whose store is in flight isn't there, instead of being there soon.",
+    ),
+    KnownIssue(
+        "offload-arc-gives-up",
+        "TIER-5",
+        "0.20.2",
+        "0.30.0",
+        "ARC refuses a store when no chunk used again can go, although one used once can.",
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""
