@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import agree
+from kvspec.model.groups import Kind, blocks_for
+from kvspec.model.keys import Key, Text
+from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
+from kvspec.model.offload import Plan as ModelPlan
+from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile, known_issues
-from kvspec.model.tiers import Access, Adaptive, Answer, Recency, Tier
+from kvspec.model.tiers import Access, Adaptive, Answer, Placed, Recency, Tier
 from kvspec.targets.vllm import offload_index as target
 from strategies import core
-from strategies.core import attempt
+from strategies.core import Names, attempt
 
+K = TypeVar("K", bound=Hashable)
 TierKey = tuple[int, int, int]
 """Branch of the text (0: the trunk), place in it, group."""
 
@@ -43,6 +49,26 @@ class Flight:
 
     keys: list[TierKey]
     user: User
+
+
+def compare_tiers(
+    model: Tier[K], name: Callable[[K], bytes], state: target.TierState, *, lru: str, arc: str, chunks: str
+) -> None:
+    """Compare all that can be seen of two tiers; the names say which clause each part belongs to."""
+    expect = {name(key): (chunk.slot, chunk.ready, chunk.pins) for key, chunk in model.chunks.items()}
+    agree(chunks, expect.keys(), state.chunks.keys())
+    for part, clause in enumerate(("TIER-6", chunks, chunks)):
+        agree(clause, {k: v[part] for k, v in expect.items()}, {k: v[part] for k, v in state.chunks.items()})
+    match model.policy:
+        case Recency() as policy:
+            idle = sum(chunk.idle() for chunk in model.chunks.values())
+            agree(lru, [name(key) for key in policy.victims(idle, set()) or []], state.order)
+        case Adaptive() as policy:
+            lists = (policy.once, policy.again, policy.ghosts_once, policy.ghosts_again)
+            named = tuple([name(key) for key in some] for some in lists)
+            agree(arc, named[:2], state.lists[:2])
+            agree("ARC-2" if arc != "ARC-3" else arc, named[2:], state.lists[2:])
+            agree("ARC-5", policy.target, state.target)
 
 
 class TierPair:
@@ -72,22 +98,7 @@ class TierPair:
         _TIER_ARMS[type(op)](self, op)
 
     def _compare(self, *, lru: str, arc: str, chunks: str) -> None:
-        state = self.real.state()
-        expect = {self._name(key): (chunk.slot, chunk.ready, chunk.pins) for key, chunk in self.model.chunks.items()}
-        agree(chunks, expect.keys(), state.chunks.keys())
-        for part, clause in enumerate(("TIER-6", chunks, chunks)):
-            agree(clause, {k: v[part] for k, v in expect.items()}, {k: v[part] for k, v in state.chunks.items()})
-        match self.model.policy:
-            case Recency() as policy:
-                agree(lru, self._names(policy.victims(self._idle(), set()) or []), state.order)
-            case Adaptive() as policy:
-                lists = (policy.once, policy.again, policy.ghosts_once, policy.ghosts_again)
-                agree(arc, tuple(map(self._names, lists[:2])), state.lists[:2])
-                agree("ARC-2" if arc != "ARC-3" else arc, tuple(map(self._names, lists[2:])), state.lists[2:])
-                agree("ARC-5", policy.target, state.target)
-
-    def _idle(self) -> int:
-        return sum(chunk.idle() for chunk in self.model.chunks.values())
+        compare_tiers(self.model, self._name, self.real.state(), lru=lru, arc=arc, chunks=chunks)
 
     def _user(self, pick: int) -> User | None:
         return self.users[pick % len(self.users)] if self.users else None
@@ -200,7 +211,7 @@ class TierPair:
         del op
         if not self.profile.offload_reset:
             return
-        self.reached["reset"] += bool(self.stores or self.loads)
+        self.reached["reset-in-flight" if self.stores or self.loads else "reset"] += 1
         self.model.reset()
         self.real.reset()
         self.stores.clear()
@@ -227,6 +238,352 @@ _TIER_ARMS: dict[type, Callable[[TierPair, Any], None]] = {
 }
 
 
+class Known(Exception):
+    """A known issue has made the two sides differ; from here on they can't be compared."""
+
+
+class IndexPair:
+    """The scheduler side of the connector, of the model and of an engine of vLLM's own scheduler.
+
+    The scheduler decides what happens; each call that it makes to its connector is made to the model too.
+    """
+
+    def __init__(self, setup: ops.IndexSetup, profile: Profile, avoid: frozenset[str] | None = None) -> None:
+        self.setup = setup
+        self.profile = profile
+        self.avoid = known_issues(profile.release) if avoid is None else avoid
+        self.reached: Counter[str] = Counter()
+        self.names = Names()
+        self.requests: dict[str, OffloadRequest] = {}
+        self.over = False
+        self.came = 0
+        self.tier: Tier[Key] = Tier(setup.tier.slots, profile, setup.tier.policy, events=True, tie=self._raw)
+        self.model = Offloader(
+            setup.groups,
+            self.tier,
+            profile,
+            chunk_blocks=setup.chunk_blocks,
+            prompt_only=setup.prompt_only,
+        )
+        self.offers: list[tuple[list[Key], list[Key] | None]] = []
+        self._watch_model()
+        self.real = target.RealEngine(
+            [(group.kind.value, group.block_tokens, group.reach, False, True) for group in setup.groups],
+            gpu_blocks=setup.gpu_blocks,
+            slots=setup.tier.slots,
+            policy=setup.tier.policy,
+            chunk_blocks=setup.chunk_blocks,
+            step_tokens=setup.step_tokens,
+            running_max=setup.running_max,
+            asynchronous=setup.asynchronous,
+            prompt_only=setup.prompt_only,
+            observe=self._observe,
+        )
+
+    # What happens
+
+    def apply(self, op: ops.IndexOp) -> None:
+        """Apply an op. ClauseBroken if the two sides differ."""
+        if self.over:
+            return
+        try:
+            _INDEX_ARMS[type(op)](self, op)
+        except Known as known:
+            self.reached[f"known:{known}"] += 1
+            self.over = True
+
+    def begin(self, op: ops.Begin) -> None:
+        tokens = list(range(4 * op.shared)) + [100 * (op.branch + 1) + i for i in range(op.own)] or [0]
+        most = (self.setup.gpu_blocks - 1) // len(self.setup.groups) * 4 - op.says - 4
+        if len(self.real.requests) >= _LIVE_MAX or len(tokens) > most:
+            return
+        self.came += 1
+        name, params = f"r{self.came}", ops.PARAMS[max(0, op.params)]
+        reads = op.reads_cache > 0
+        self.reached["reads-nothing"] += not reads
+        if not reads and "offload-skip-reading-ignored" in self.avoid:
+            self.reached["known:offload-skip-reading-ignored"] += 1
+        self.requests[name] = OffloadRequest(
+            name,
+            Text(list(tokens), self.real.hash_tokens),
+            len(tokens),
+            params,
+            reads_cache=reads or "offload-skip-reading-ignored" in self.avoid,
+        )
+        self.real.add(name, tokens, params=params, max_tokens=op.says, reads_cache=reads)
+
+    def make_steps(self, op: ops.MakeSteps) -> None:
+        for _ in range(op.count):
+            if self.real.has_work():
+                self.real.step()
+            agree("JOB-4", self.model.keeps_stepping(), self.real.keeps_stepping())
+
+    def end_transfer(self, op: ops.EndTransfer) -> None:
+        self.real.workers[0].end(op.pick)
+
+    def end_transfers(self, op: ops.EndTransfers) -> None:
+        del op
+        self.real.workers[0].end_all()
+
+    def abort(self, op: ops.AbortOne) -> None:
+        live = [name for name in self.requests if name in self.real.requests]
+        if live:
+            self.reached["aborted"] += 1
+            self.real.abort(live[op.pick % len(live)])
+
+    def reset(self, op: ops.ResetAll) -> None:
+        connector = op.connector > 0 and self.profile.offload_reset
+        try:
+            self.real.reset(running=op.running > 0, connector=connector)
+        except RuntimeError:  # refused, as documented, while blocks are in use
+            self.reached["reset-refused"] += 1
+
+    # What the scheduler tells the connector
+
+    def _observe(self, call: str, answer: Any, *told: Any) -> None:
+        for name, request in self.requests.items():
+            if name in self.real.requests:
+                self._learn(request)
+        if isinstance(answer, Exception):
+            self._explain(call, answer, *told)
+        else:
+            _CALL_ARMS[call](self, answer, *told)
+
+    def _learn(self, request: OffloadRequest) -> None:
+        seen = self.real.seen(request.name)
+        request.text.append(seen.tokens[len(request.text.tokens) :])
+        for group, size in enumerate(self.model.chunk_tokens):
+            ratio = size // self.real.hash_tokens
+            self.names.learn(group, request.text.view(size), seen.hashes[ratio - 1 :: ratio], ratio)
+
+    def _raw(self, key: Key) -> bytes:
+        return target.make_key(*self.names.of(key))
+
+    def _raws(self, keys: Iterable[Key]) -> list[bytes]:
+        return [self._raw(key) for key in keys]
+
+    def _watch_model(self) -> None:
+        offer, look_up = self.tier.prepare_store, self.tier.lookup
+
+        def prepare_store(keys: Sequence[Key], access: Access[Key]) -> Placed[Key] | None:
+            refused = (
+                self.real.offers[len(self.offers)][1] is None if len(self.real.offers) > len(self.offers) else False
+            )
+            gives_up = refused and self.setup.tier.policy == "arc" and "offload-arc-gives-up" in self.avoid
+            if gives_up and self.tier.room(keys) is not None:
+                self.reached["known:offload-arc-gives-up"] += 1
+                placed = None
+            else:
+                placed = offer(keys, access)
+            self.offers.append((list(keys), None if placed is None else placed.keys))
+            self.reached["refused"] += placed is None
+            self.reached["evicted"] += bool(placed and placed.evicted)
+            self.reached["passed"] += bool(placed and len(placed.keys) < len(keys))
+            return placed
+
+        def lookup(key: Key) -> Answer:
+            answer = look_up(key)
+            if answer is Answer.PENDING and "offload-in-flight-is-a-miss" in self.avoid:
+                self.reached["known:offload-in-flight-is-a-miss"] += 1
+                return Answer.MISS
+            return answer
+
+        self.tier.prepare_store = prepare_store  # type: ignore[method-assign]
+        self.tier.lookup = lookup  # type: ignore[method-assign]
+
+    def _arrived(self, answer: Any, name: str) -> None:
+        self.model.arrive(self.requests[name])
+
+    def _looked_up(self, answer: Any, name: str, local: int, most: int | None) -> None:
+        assert most is None, "a cap on the hit, which isn't modelled"
+        request = self.requests[name]
+        if name not in self.model.tracked:
+            self.model.arrive(request)
+        if request.jobs and "offload-readmit-with-store-in-flight" in self.avoid:
+            raise Known("offload-readmit-with-store-in-flight")
+        waits = bool(request.jobs)
+        expect = self.model.lookup(request, local)
+        agree(self._lookup_clause(request, waits), expect, answer[0])
+        agree("LOOKUP-1", bool(expect), answer[1])
+        self.reached["hit"] += bool(expect)
+        self.reached["hit-after-local"] += bool(expect and local)
+        self.reached["asked-again"] += expect is None
+        self._compare(index="STORE-2", tier="TOUCH-1")
+
+    def _lookup_clause(self, request: OffloadRequest, waits: bool) -> str:
+        if waits or not request.reads_cache:
+            return "LOOKUP-1"
+        if self.model.loading:
+            return "LOOKUP-5"
+        if len(self.setup.groups) > 1:
+            return "LOOKUP-2"
+        return "LOOKUP-3" if self.setup.groups[0].kind is Kind.FULL else "LOOKUP-4"
+
+    def _admitted(self, answer: Any, name: str, rows: Any, found: Any, external: int) -> None:
+        request = self.requests[name]
+        self.model.admit(request, rows, found, external)
+        self.reached["loaded"] += external > 0
+        self.reached["loaded-for-remote"] += external > 0 and bool((request.params or {}).get("do_remote_decode"))
+        asks = "do_remote_decode" in (request.params or {})
+        self._compare(index="STORE-4" if asks else "STORE-3", tier="TIER-2")
+
+    def _stepped(self, answer: target.Plan, seen: target.StepSeen) -> None:
+        for name, tokens in seen.computed.items():
+            self.requests[name].computed = tokens
+        self._check_last(seen)
+        rows = [Row(row.request, row.blocks, row.new or row.resumed, row.new) for row in seen.rows]
+        nulls = self._nulls()
+        plan = self.model.step(rows, seen.scheduled, seen.preempted, seen.finished)
+        self._check_stale(nulls)
+        self._compare_offers()
+        agree("ADMIT-1", [tuple(load) for load in self._numbered(plan.loads)], list(map(tuple, answer.loads)))
+        self._check_sizes(answer)
+        agree("STORE-10", [tuple(store) for store in self._numbered(plan.stores)], list(map(tuple, answer.stores)))
+        self._compare_flushed(plan, answer)
+        self.reached["stored"] += bool(plan.stores)
+        self.reached["stored-at-end"] += any(self.requests[store.request].ended for store in plan.stores)
+        self.reached["flushed"] += bool(plan.flushed)
+        self.reached["preempted"] += bool(seen.preempted)
+        self._compare(index="STORE-9", tier="STORE-10")
+
+    def _numbered(self, transfers: list[Transfer]) -> list[Transfer]:
+        if self.profile.jobs_by_number:
+            return transfers
+        return [transfer._replace(job=-1) for transfer in transfers]
+
+    def _compare_offers(self) -> None:
+        """Compare what was offered to the tier, and what it took of it."""
+        offers, self.offers = self.offers, []
+        actual, self.real.offers = self.real.offers, []
+        clause = "STORE-6" if len(self.setup.groups) == 1 and self.setup.groups[0].kind is Kind.FULL else "STORE-11"
+        agree(clause, [self._raws(keys) for keys, _ in offers], [keys for keys, _ in actual])
+        took = [None if keys is None else self._raws(keys) for _, keys in offers]
+        agree("TIER-5", took, [keys for _, keys in actual])
+
+    def _compare_flushed(self, plan: ModelPlan, answer: target.Plan) -> None:
+        if self.profile.jobs_by_number:
+            agree("FENCE-2", plan.flushed, answer.flushed)
+
+    def _reported(self, answer: Any, jobs: dict[int, list[bytes]], sent: set[str], received: set[str]) -> None:
+        for number, order in jobs.items():
+            known = self.model.jobs.get(number)
+            if known is not None:
+                self._check_forgotten(known)
+                by_name = {self._raw(key): key for key in known.keys}
+                agree("JOB-2", by_name.keys(), set(order))
+                self.model.reported(number, [by_name[raw] for raw in order])
+            else:
+                self.reached["stale"] += 1
+                self.model.reported(number)
+        if not self.profile.jobs_by_number:
+            for number, job in list(self.model.jobs.items()):
+                if job.request.name in (sent if job.store else received):
+                    self.model.reported(number)
+        self._compare(index="JOB-2", tier="JOB-2")
+
+    def _finished(self, answer: Any, name: str) -> None:
+        seen = self.real.seen(name)
+        request = self.requests[name]
+        request.computed = seen.computed
+        self.model.finish(request, aborted=seen.aborted)
+        self._compare(index="JOB-5", tier="JOB-5")
+
+    def _was_reset(self, answer: Any) -> None:
+        if "offload-reset-keeps-jobs" in self.avoid and self.model.jobs:
+            raise Known("offload-reset-keeps-jobs")
+        self.reached["reset"] += 1
+        self.reached["reset-in-flight"] += bool(self.model.jobs)
+        self.model.reset()
+        self._compare(index="STORE-14", tier="STORE-14")
+
+    # Comparing
+
+    def _compare(self, *, index: str, tier: str) -> None:
+        state = self.real.state()
+        tracked = {name: request for name, request in self.model.tracked.items() if self._is_comparable(request)}
+        agree("JOB-5", tracked.keys(), state.next_stored.keys())
+        agree(index, {name: request.next_stored for name, request in tracked.items()}, state.next_stored)
+        agree("STORE-1", {n: [self._raws(row) for row in request.keys] for n, request in tracked.items()}, state.keys)
+        if self.profile.jobs_by_number:
+            agree("JOB-1", {name: request.jobs for name, request in tracked.items()}, state.open_jobs)
+            agree("FENCE-4", self.model.fences, state.fences)
+        agree("LOOKUP-5", set(self._raws(self.model.loading)), state.loading)
+        compare_tiers(self.tier, self._raw, self.real.tier(), lru=tier, arc=tier, chunks=tier)
+
+    def _is_comparable(self, request: OffloadRequest) -> bool:
+        return self.profile.jobs_by_number or not request.ended
+
+    # Known issues
+
+    def _explain(self, call: str, error: Exception, *told: Any) -> None:
+        """Raise Known if a known issue is why the connector has raised."""
+        if call == "update_state_after_alloc" and "offload-window-assert" in self.avoid and self._is_long(*told):
+            raise Known("offload-window-assert")
+        if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
+            raise Known("offload-second-reset")
+
+    def _is_long(self, name: str, rows: Any, found: Any, external: int) -> bool:
+        """Whether a load into a window has more blocks than the window's chunks."""
+        end = self.requests[name].local + external
+        for group, known in zip(self.setup.groups, found, strict=True):
+            last = blocks_for(end, group.block_tokens)
+            first = next((i for i in range(last) if not known[i]), last)
+            chunks = blocks_for(group.reach, group.block_tokens * self.setup.chunk_blocks)
+            if group.kind is not Kind.FULL and last - first > chunks * self.setup.chunk_blocks:
+                return True
+        return False
+
+    def _check_last(self, seen: target.StepSeen) -> None:
+        """Raise Known if the last chunks of a request that has ended can't be compared."""
+        for name in seen.finished if self.profile.stores_at_end else ():
+            request = self.requests[name]
+            request.computed = self.real.seen(name).computed
+            tokens, known = self.model.offloadable(request, 0), len(request.text.tokens)
+            limit = min(known, self.model.limit(request))
+            differs = any(tokens // size != limit // size for size in self.model.chunk_tokens)
+            issue = "offload-abort-never-scheduled" if request.aborted else "offload-last-slot-stored"
+            if differs and issue in self.avoid and name in self.model.tracked:
+                raise Known(issue)
+
+    def _nulls(self) -> dict[str, int]:
+        return {name: sum(row.count(NULL) for row in request.table) for name, request in self.model.tracked.items()}
+
+    def _check_stale(self, before: dict[str, int]) -> None:
+        """Raise Known if a block was left out because it was given to somebody else."""
+        self.reached["given-away"] += self.model.dropped
+        if self.model.dropped and "offload-stale-window-block" in self.avoid:
+            raise Known("offload-stale-window-block")
+
+    def _check_sizes(self, answer: target.Plan) -> None:
+        wrong = any(sum(store.sizes) != len(store.blocks) for store in answer.stores)
+        if wrong and "offload-group-sizes-null" in self.avoid:
+            raise Known("offload-group-sizes-null")
+
+    def _check_forgotten(self, job: Job) -> None:
+        request = job.request
+        if "offload-final-store-lost" in self.avoid and request.ended and not request.closed and len(request.jobs) == 1:
+            raise Known("offload-final-store-lost")
+
+
+_INDEX_ARMS: dict[type, Callable[[IndexPair, Any], None]] = {
+    ops.Begin: IndexPair.begin,
+    ops.MakeSteps: IndexPair.make_steps,
+    ops.EndTransfer: IndexPair.end_transfer,
+    ops.EndTransfers: IndexPair.end_transfers,
+    ops.AbortOne: IndexPair.abort,
+    ops.ResetAll: IndexPair.reset,
+}
+_CALL_ARMS: dict[str, Callable[..., None]] = {
+    "on_new_request": IndexPair._arrived,
+    "get_num_new_matched_tokens": IndexPair._looked_up,
+    "update_state_after_alloc": IndexPair._admitted,
+    "build_connector_meta": IndexPair._stepped,
+    "update_connector_output": IndexPair._reported,
+    "request_finished": IndexPair._finished,
+    "reset_cache": IndexPair._was_reset,
+}
+
+
 EVENTS = {
     "evicted": "a chunk was evicted",
     "refused": "a store was refused",
@@ -235,16 +592,43 @@ EVENTS = {
     "pinned": "a load pinned chunks",
     "failed": "a store failed",
     "reused": "a request ended that had reused a chunk",
-    "reset": "a tier was reset with transfers in flight",
+    "reset": "a tier was reset",
+    "reset-in-flight": "a tier was reset with transfers in flight",
+    "reset-refused": "a reset was refused because blocks were in use",
+    "stale": "a transfer from before a reset was reported",
+    "hit": "a request had a hit in the tier",
+    "hit-after-local": "a request had a hit in the tier, after one on the GPU",
+    "asked-again": "a request was told to ask again",
+    "loaded": "a request began to load",
+    "loaded-for-remote": "a request began to load that a remote engine will decode",
+    "reads-nothing": "a request came that may not read the prefix cache",
+    "stored": "a store was planned",
+    "stored-at-end": "a store was planned of a request that had ended",
+    "flushed": "a transfer had to end before a step",
+    "preempted": "a request was preempted",
+    "aborted": "a request was aborted",
+    "given-away": "a block that had left a window was given to somebody before it was stored",
 }
 """What a run can reach -> what it is."""
 
 TIER_REQUIRED: dict[str, Callable[[Profile], bool]] = {
     **dict.fromkeys(("evicted", "refused", "passed", "pending", "pinned", "failed"), lambda profile: True),
     "reused": lambda profile: profile.tier_counts_requests,
-    "reset": lambda profile: profile.offload_reset,
+    "reset-in-flight": lambda profile: profile.offload_reset,
 }
 """Events that a run of the tier must reach -> whether a release can."""
+
+
+INDEX_REQUIRED: dict[str, Callable[[Profile], bool]] = {
+    **dict.fromkeys(("evicted", "refused", "passed", "stored", "loaded", "preempted", "aborted"), lambda profile: True),
+    **dict.fromkeys(("hit-after-local", "loaded-for-remote", "reads-nothing"), lambda profile: True),
+    "asked-again": lambda profile: "offload-in-flight-is-a-miss" not in known_issues(profile.release),
+    "flushed": lambda profile: profile.jobs_by_number,
+    "reset": lambda profile: profile.offload_reset,
+    "stored-at-end": lambda profile: profile.stores_at_end,
+    "given-away": lambda profile: profile.offload_policies,
+}
+"""Events that a run of the engine must reach -> whether a release can."""
 
 
 def _draw_tier(random: Random, profile: Profile, family: str | None) -> ops.TierHistory:
@@ -255,6 +639,18 @@ def _draw_tier(random: Random, profile: Profile, family: str | None) -> ops.Tier
 
 core.PAIRS[ops.TierHistory] = TierPair
 core.LEVELS["tier"] = core.Level(_draw_tier, TIER_REQUIRED)
+
+
+def _draw_index(random: Random, profile: Profile, family: str | None) -> ops.IndexHistory:
+    numbers = core.draw_numbers(random, ops.INDEX_SETUP_RANGES)
+    if family is not None:
+        numbers["family"] = ops.INDEX_FAMILIES.index(family)
+    setup = ops.index_setup(profile, **numbers)
+    return ops.IndexHistory(profile.release, setup, core.draw_ops(random, ops.INDEX_WEIGHTS, ops.INDEX_RANGES, 2))
+
+
+core.PAIRS[ops.IndexHistory] = IndexPair
+core.LEVELS["index"] = core.Level(_draw_index, INDEX_REQUIRED)
 
 if __name__ == "__main__":
     sys.exit(core.main("python -m strategies.offload_index", "tier"))

@@ -6,9 +6,13 @@ are. So every op means something at every point of a history, and any op can be 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from kvspec.model.groups import Group, Kind
 from kvspec.model.ops import CoarseOp, History
+from kvspec.model.profile import Profile
 
 
 class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,3 +135,160 @@ class TierHistory(History, frozen=True):
 def tier_from_json(data: bytes) -> TierHistory:
     """Read a history of a CPU tier. ValueError if it isn't one."""
     return msgspec.json.decode(data, type=TierHistory)
+
+
+class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine with OffloadingConnector and a CPU tier."""
+
+    groups: tuple[Group, ...] = (Group(Kind.FULL, 4),)
+    chunk_blocks: int = 1
+    gpu_blocks: int = 20
+    tier: TierSetup = TierSetup()
+    step_tokens: int = 16
+    running_max: int = 3
+    asynchronous: bool = False
+    prompt_only: bool = False
+
+
+class Begin(CoarseOp, frozen=True, tag="begin"):
+    """Add a request: ``shared`` times 4 tokens of the trunk, then ``own`` of branch ``branch``.
+
+    It says ``says`` tokens. ``params`` picks its ``kv_transfer_params``.
+    """
+
+    shared: int
+    own: int
+    branch: int
+    says: int
+    params: int
+    reads_cache: int
+
+
+class MakeSteps(CoarseOp, frozen=True, tag="make-steps"):
+    """Make ``count`` steps."""
+
+    count: int
+
+
+class EndTransfer(CoarseOp, frozen=True, tag="end-transfer"):
+    """One of the transfers in flight ends; it is reported with the next step."""
+
+    pick: int
+
+
+class EndTransfers(CoarseOp, frozen=True, tag="end-transfers"):
+    """All transfers in flight end."""
+
+
+class AbortOne(CoarseOp, frozen=True, tag="abort-one"):
+    """The client of a request goes away."""
+
+    pick: int
+
+
+class ResetAll(CoarseOp, frozen=True, tag="reset-all"):
+    """Reset the prefix cache, with what runs (``running`` above 0), and with the connector's (``connector``)."""
+
+    running: int
+    connector: int
+
+
+IndexOp = Begin | MakeSteps | EndTransfer | EndTransfers | AbortOne | ResetAll
+
+PARAMS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {},
+    {"do_remote_decode": True},
+    {"do_remote_decode": 1, "max_offload_tokens": 9},
+    {"do_remote_decode": False},
+    {"do_remote_decode": None, "do_remote_prefill": True},
+    {"max_offload_tokens": 6},
+    {"max_offload_tokens": -1},
+)
+"""``kv_transfer_params`` worth trying."""
+
+INDEX_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
+    Begin: {
+        "shared": (0, 8),
+        "own": (0, 9),
+        "branch": (0, 2),
+        "says": (1, 9),
+        "params": (-8, len(PARAMS) - 1),
+        "reads_cache": (0, 12),
+    },
+    MakeSteps: {"count": (1, 4)},
+    EndTransfer: {"pick": _PICK},
+    EndTransfers: {},
+    AbortOne: {"pick": _PICK},
+    ResetAll: {"running": (-1, 1), "connector": (-1, 1)},
+}
+
+INDEX_WEIGHTS: dict[type[CoarseOp], int] = {
+    Begin: 20,
+    MakeSteps: 36,
+    EndTransfer: 8,
+    EndTransfers: 12,
+    AbortOne: 3,
+    ResetAll: 4,
+}
+
+INDEX_FAMILIES = ("F", "FW", "W", "F2W", "FWW")
+"""Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
+
+
+def index_setup(
+    profile: Profile,
+    *,
+    family: int,
+    reach: int,
+    chunk_blocks: int,
+    gpu_blocks: int,
+    slots: int,
+    arc: int,
+    step_tokens: int,
+    asynchronous: int,
+    prompt_only: int,
+) -> IndexSetup:
+    """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
+    letters = INDEX_FAMILIES[family] if profile.jobs_by_number else "F"
+    groups: list[Group] = []
+    for index, letter in enumerate(letters):
+        if letter == "2":
+            groups[-1] = Group(Kind.FULL, 8)
+        else:
+            window = 2 + (reach + 5 * index) % 11
+            groups.append(Group(Kind.FULL, 4) if letter == "F" else Group(Kind.SLIDING_WINDOW, 4, window))
+    return IndexSetup(
+        groups=tuple(groups),
+        chunk_blocks=1 if "2" in letters else chunk_blocks,
+        gpu_blocks=6 + gpu_blocks * len(groups),
+        tier=TierSetup(slots * len(groups), "arc" if arc > 0 else "lru"),
+        step_tokens=8 << step_tokens,
+        asynchronous=asynchronous > 0,
+        prompt_only=prompt_only > 0,
+    )
+
+
+INDEX_SETUP_RANGES = {
+    "family": (0, len(INDEX_FAMILIES) - 1),
+    "reach": (0, 10),
+    "chunk_blocks": (1, 3),
+    "gpu_blocks": (6, 20),
+    "slots": (1, 16),
+    "arc": (-2, 1),
+    "step_tokens": (0, 3),
+    "asynchronous": (-1, 1),
+    "prompt_only": (-1, 1),
+}
+
+
+class IndexHistory(History, frozen=True):
+    """What happened to one engine."""
+
+    setup: IndexSetup
+    ops: tuple[IndexOp, ...]
+
+
+def index_from_json(data: bytes) -> IndexHistory:
+    """Read a history of an engine. ValueError if it isn't one."""
+    return msgspec.json.decode(data, type=IndexHistory)
