@@ -462,7 +462,9 @@ class IndexPair:
 
     def _compare_flushed(self, plan: ModelPlan, answer: target.Plan) -> None:
         if self.profile.jobs_by_number:
-            agree("FENCE-2", plan.flushed, answer.flushed)
+            # Up to 0.22.1 jobs that are planned in the same step can be among them. The workers don't know those yet.
+            planned = set() if self.profile.fences_whole_table else {store.job for store in answer.stores}
+            agree("FENCE-2", plan.flushed, answer.flushed - planned)
 
     def _reported(self, answer: Any, jobs: dict[int, list[bytes]], sent: set[str], received: set[str]) -> None:
         for number, order in jobs.items():

@@ -517,7 +517,7 @@ class Tier(Generic[K]):
         Source: vLLM 0.33.0, v1/kv_offload/cpu/manager.py, CPUOffloadingManager.complete_store.
         Releases: all.
         """
-        pending = [key for key in keys if self.lookup(key) is Answer.PENDING]
+        pending = [key for key in keys if key in self.chunks and not self.chunks[key].ready]
         for key in pending:
             if success:
                 self.chunks[key].ready = True
