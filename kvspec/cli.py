@@ -20,10 +20,9 @@ from kvspec.cli_release import InstallProgress, release
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds
-from kvspec.history import story
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds, split_target
+from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
-from kvspec.ops import History
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
 from kvspec.report.terminal import StdoutConsole, Terminal
@@ -116,7 +115,8 @@ def gate(
 
     \b
     Targets:
-      vllm-simple            the vLLM that `import vllm` finds from here
+      vllm-simple            SimpleCPUOffloadConnector of the vLLM that `import vllm` finds from here
+      vllm-core              its block pool and KV cache manager, held to equality with the model
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)
 
@@ -207,7 +207,7 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
     return 0 if replayed.repeats else 4
 
 
-def _replay_lines(history: History, replayed: Replayed, trace: bool) -> Iterator[Text]:
+def _replay_lines(history: AnyHistory, replayed: Replayed, trace: bool) -> Iterator[Text]:
     yield Text(history.target, "bold")
     yield from (Text(f"  {line}") for line in story(history, replayed.schedules if trace else ()))
     if trace:
@@ -235,6 +235,8 @@ def measure(target: str, histories: int, seed: int) -> int:
     Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
+    if split_target(target)[0] == "vllm-core":
+        raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
     prepared = _prepared(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     return 2 if subprocess.run(command, env=prepared.environment).returncode else 0

@@ -9,8 +9,8 @@ from collections import Counter
 import msgspec
 
 from kvspec.findings import Finding, Key
+from kvspec.history import AnyHistory
 from kvspec.known import Issue
-from kvspec.ops import History
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,7 +40,7 @@ class SearchJob(Job, frozen=True, kw_only=True):
 class ReplayJob(Job, frozen=True, kw_only=True):
     """Run one history, twice."""
 
-    history: History
+    history: AnyHistory
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,7 +110,7 @@ class Nondeterminism(Event, frozen=True, kw_only=True):
 
     job: int
     message: str
-    history: History | None
+    history: AnyHistory | None
 
 
 class Replayed(Event, frozen=True, kw_only=True):
@@ -206,6 +206,8 @@ class Verdict(Event, frozen=True, kw_only=True):
     """One sentence each."""
     failures: list[WorkerFailed]
     interrupted: bool
+    ignored: list[str] = []
+    """Stored findings that can't be read, one sentence each."""
 
     @property
     def exit_code(self) -> int:
@@ -215,6 +217,6 @@ class Verdict(Event, frozen=True, kw_only=True):
             (2, self.failures),
             (4, self.nondeterminism),
             (130, self.interrupted),
-            (3, self.missing),
+            (3, self.missing or not self.total.histories),
         )
         return next((code for code, fact in facts if fact), 0)

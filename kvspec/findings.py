@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,8 +22,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvspec.errors import KvspecError
-from kvspec.history import story
-from kvspec.ops import History, history_from_json, history_to_json
+from kvspec.history import AnyHistory, read_history, story
+from kvspec.ops import history_to_json
 
 FINDING_FORMAT = 1
 NONDETERMINISM = "nondeterminism"
@@ -58,6 +58,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: int
     """Seed of the run that found it."""
     first_seen: str
+    shortened: bool = True
+    """Whether the minimiser came to its end; a later run goes on where it had to stop."""
     gone_since: str | None = None
     """When a re-run no longer showed it."""
     format: int = FINDING_FORMAT
@@ -67,8 +69,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding with the shortest history that shows it, and the one in which it was seen first."""
 
     record: Record
-    history: History
-    original: History
+    history: AnyHistory
+    original: AnyHistory
 
     @property
     def key(self) -> Key:
@@ -106,7 +108,7 @@ class FindingStore:
         """Save a finding. If it is stored, its date and, unless it was gone, the shorter history stay."""
         directory = self.path(finding.key)
         with self._errors():
-            if (directory / "finding.json").exists():
+            with suppress(KvspecError):  # what is damaged is replaced
                 finding = _merged(load_finding(directory), finding)
             directory.mkdir(parents=True, exist_ok=True)
             _write(directory / "original.json", history_to_json(finding.original))
@@ -115,7 +117,7 @@ class FindingStore:
             self._write_record(finding.record)
         return directory
 
-    def save_nondeterminism(self, history: History) -> Path:
+    def save_nondeterminism(self, history: AnyHistory) -> Path:
         """Save a history that ran differently the second time; return its file."""
         data = history_to_json(history)
         file = self.directory / NONDETERMINISM / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
@@ -124,11 +126,17 @@ class FindingStore:
             _write(file, data)
         return file
 
-    def of_target(self, target: str) -> list[Finding]:
-        """Return the stored findings of a target, gone ones too. KvspecError if one can't be read."""
+    def of_target(self, target: str) -> tuple[list[Finding], list[str]]:
+        """Return the stored findings of a target, gone ones too; and a sentence for each that can't be read."""
+        found: list[Finding] = []
+        damaged: list[str] = []
         with self._errors():
-            found = [load_finding(file.parent) for file in sorted(self.directory.glob("*/finding.json"))]
-        return [finding for finding in found if finding.key.target == target]
+            for file in sorted(self.directory.glob("*/finding.json")):
+                try:
+                    found.append(load_finding(file.parent))
+                except KvspecError as error:
+                    damaged.append(str(error))
+        return [finding for finding in found if finding.key.target == target], damaged
 
     def mark_gone(self, record: Record) -> None:
         """Write down that a re-run no longer shows a finding. It is open again once it is saved again."""
@@ -162,10 +170,10 @@ def load_finding(directory: Path) -> Finding:
     return Finding(record=record, history=history, original=original)
 
 
-def load_history(file: Path) -> History:
+def load_history(file: Path) -> AnyHistory:
     """Read a file with a history. KvspecError if there is none."""
     try:
-        return history_from_json(file.read_bytes())
+        return read_history(file.read_bytes())
     except OSError as error:
         raise KvspecError(f"{file} can't be read: {error.strerror or error}.") from error
     except ValueError as error:

@@ -45,8 +45,8 @@ from kvspec.events import (
     added,
 )
 from kvspec.findings import Finding, FindingStore, Key
+from kvspec.history import AnyHistory
 from kvspec.known import Issue, known_as
-from kvspec.ops import History
 
 FINDINGS_DIR = Path(".kvspec/findings")
 """Where findings are kept, unless somebody says otherwise."""
@@ -95,6 +95,8 @@ def split_target(name: str) -> tuple[str, str | None]:
     """Split a target's name from its release. KvspecError if there is no such target."""
     if ":" in name:  # one that plugs in, see kvspec.search
         base, _, release = name.partition("@")
+        if not all(base.partition(":")[::2]):
+            raise KvspecError(f"{name!r} is no target; one of your own is named package.module:suite.")
         return base, release or None
     from kvspec.targets import parse_target
 
@@ -133,7 +135,7 @@ def _environment(release_path: str | None) -> dict[str, str]:
 def run_gate(prepared: Prepared, plan: Plan, emit: Callable[[Event], None]) -> Verdict:
     """Run a gate to its end, or until it is interrupted, and return the verdict.
 
-    SIGINT and SIGTERM ask the workers to stop; a second one kills them. Both still give a verdict.
+    SIGINT, SIGTERM and SIGHUP ask the workers to stop; a second one kills them. Both still give a verdict.
     """
     store = FindingStore(plan.findings)
     store.check_writable()
@@ -186,7 +188,7 @@ def share(total: int | None, job: int, jobs: int) -> int | None:
     return None if total is None else total // jobs + (job < total % jobs)
 
 
-def replay_history(prepared: Prepared, history: History) -> Replayed:
+def replay_history(prepared: Prepared, history: AnyHistory) -> Replayed:
     """Run one history in a process of its own. KvspecError if that fails."""
     job = ReplayJob(job=0, target=prepared.target, release_path=prepared.release_path, history=history)
     answer = None
@@ -204,7 +206,7 @@ class Tally:
     """What a run has counted and found so far. Keeps findings in the store as soon as they come."""
 
     def __init__(self, target: str, seed: int, store: FindingStore, known: list[Issue]) -> None:
-        self.stored = store.of_target(target)
+        self.stored, self._ignored = store.of_target(target)
         self._target = target
         self._seed = seed
         self._store = store
@@ -245,6 +247,8 @@ class Tally:
         key = finding.key
         first = self._reported.get(key)
         if first and len(first.finding.history.ops) <= len(finding.history.ops):
+            if finding.record.shortened and not first.finding.record.shortened:
+                self._store.save(finding)
             return
         issue = known_as(self._known, key, self._release)
         path = str(self._store.save(finding)) if issue is None else None
@@ -281,6 +285,7 @@ class Tally:
             nondeterminism=list(dict.fromkeys(self._nondeterminism)),
             failures=self._failures,
             interrupted=interrupted,
+            ignored=self._ignored,
         )
 
 
@@ -297,8 +302,9 @@ class Workers:
     def __enter__(self) -> "Workers":
         self._temporary = tempfile.TemporaryDirectory(prefix="kvspec-")
         self.directory = self._temporary.name
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(

@@ -15,6 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from kvspec.errors import KvspecError
 from kvspec.findings import Key
+from kvspec.model.profile import KNOWN_ISSUES
 
 
 class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +70,7 @@ def load_known(added: Path | None = None) -> list[Issue]:
     KvspecError names the file, the entry and the field that is wrong.
     """
     shipped = files("kvspec") / "known_issues.toml"
-    issues = _parse("kvspec/known_issues.toml", shipped.read_text())
+    issues = _parse("kvspec/known_issues.toml", shipped.read_text()) + _of_the_model()
     if added:
         try:
             issues += _parse(str(added), added.read_text())
@@ -106,3 +107,19 @@ def _entry(name: str, number: int, entry: Any) -> Issue:
         label = f" ({entry['id']!r})" if isinstance(entry, dict) and "id" in entry else ""
         problem = str(error).replace(" - at `$.", ": field `")
         raise KvspecError(f"{name}: issue {number}{label}: {problem}.") from error
+
+
+def _of_the_model() -> list[Issue]:
+    """Return the known issues of the model. A difference names in its place the one that causes it."""
+    return [
+        Issue(
+            id=issue.id,
+            title=issue.sentence,
+            reference=issue.reference,
+            target="vllm-core",
+            law="*",
+            frame=issue.id,
+            releases=f">={issue.bad}" + (f",<{issue.fixed}" if issue.fixed else ""),
+        )
+        for issue in KNOWN_ISSUES
+    ]

@@ -114,7 +114,7 @@ SCHEDULE = re.compile(r"(?:[a-z]\d+|[.+-])*")
 ADVERSARY = re.compile(r"fair|random|pct:\d+")
 
 
-class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="engine"):
     """What happened to one engine, from its start until it has nothing left to do. Enough to let it happen again."""
 
     target: str
@@ -128,8 +128,8 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = HISTORY_FORMAT
 
 
-def history_to_json(history: History) -> bytes:
-    """Return the history as indented JSON."""
+def history_to_json(history: msgspec.Struct) -> bytes:
+    """Return a history, this one or that of another level, as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n"
 
 
@@ -155,6 +155,18 @@ def history_from_json(data: bytes) -> History:
 
 class _Versioned(msgspec.Struct):
     format: int
+
+
+def level_of(data: bytes) -> str:
+    """Return what a history is one of: ``engine``, or another level. ValueError if the data is no JSON object."""
+    try:
+        return msgspec.json.decode(data, type=_Levelled).level
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a history: {error}") from error
+
+
+class _Levelled(msgspec.Struct):
+    level: str = "engine"
 
 
 def in_words(op: Op) -> str:

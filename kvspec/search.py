@@ -40,6 +40,7 @@ from kvspec.events import (
     added,
 )
 from kvspec.findings import Finding, Key, Record, now
+from kvspec.history import AnyHistory
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
 from kvspec.ops import EngineSetup, History
@@ -75,7 +76,7 @@ class Suite:
     """What there is to run for a target. What a machine must have is said above."""
 
     machine: type[RuleBasedStateMachine]
-    run: Callable[[History], "Outcome"]
+    run: Callable[[Any], "Outcome"]
     events: Mapping[str, str] = field(default_factory=dict)
     """A sentence for each named event."""
     rules_max: int = 6
@@ -114,8 +115,8 @@ class Search:
         self._settings = settings(SETTINGS, stateful_step_count=suite.rules_max)
         self._count = 0
         self._done_keys: set[Key] = set()
-        self._new: dict[Key, History] = {}
-        self._reruns: list[tuple[History, str]] = []
+        self._new: dict[Key, AnyHistory] = {}
+        self._reruns: list[tuple[AnyHistory, str]] = []
         self._nondeterminism_count = 0
         self._since = Progress(job=job.job)
         self._since_s = time.monotonic()
@@ -145,9 +146,11 @@ class Search:
                 return
             key = finding.key
             seen = self._shows(key, finding.history)
+            self._emit(Rechecked(job=self._job.job, key=key, seen=seen))
             if seen:
                 self._done_keys.add(key)
-            self._emit(Rechecked(job=self._job.job, key=key, seen=seen))
+                if not finding.record.shortened and self._claims(key):
+                    self._tell_finding(key, finding.history, finding.original)
 
     def _round(self, number: int) -> None:
         """Let Hypothesis make histories until it has made a round, or one of them needs a closer look."""
@@ -190,7 +193,7 @@ class Search:
         for key, history in self._new.items():
             self._done_keys.add(key)
             if self._claims(key):
-                self._tell_finding(key, history)
+                self._tell_finding(key, history, history)
         self._reruns.clear()
         self._new.clear()
         self._flush()
@@ -205,15 +208,15 @@ class Search:
             return False
         return True
 
-    def _tell_finding(self, key: Key, original: History) -> None:
-        outcome = self._suite.run(original)
+    def _tell_finding(self, key: Key, history: AnyHistory, original: AnyHistory) -> None:
+        outcome = self._suite.run(history)
         if key not in map(self._key, outcome.violations):
-            self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", original)
+            self._tell_nondeterminism(f"{key.law} was broken, but not when its history was run again", history)
             return
-        history = original
+        shortened = True
         if known_as(self._job.known, key, self._release) is None:
             self._emit(Minimising(job=self._job.job, key=key))
-            history = self._minimised(key, original)
+            history, shortened = self._minimised(key, history)
             outcome = self._suite.run(history)
         record = Record(
             key=key,
@@ -222,34 +225,41 @@ class Search:
             kvspec=kvspec.__version__,
             seed=self._job.seed,
             first_seen=now(),
+            shortened=shortened,
         )
         finding = Finding(record=record, history=history, original=original)
         self._emit(FindingFound(job=self._job.job, finding=finding))
 
-    def _minimised(self, key: Key, original: History) -> History:
-        """Minimise ops; then write the adversary's moves into them and minimise these, if that works."""
+    def _minimised(self, key: Key, original: AnyHistory) -> tuple[AnyHistory, bool]:
+        """Minimise ops; then write the adversary's moves into them and minimise these, if that works.
+
+        Returns the history, and whether there was time enough for it.
+        """
         cpu_max_s = time.process_time() + MINIMISE_CPU_S
+        out_of_time = False
 
         def spent() -> bool:
+            nonlocal out_of_time
             overtime = time.monotonic() > self._deadline_s + OVERTIME_S
-            return overtime or time.process_time() > cpu_max_s or self._stopping()
+            out_of_time = out_of_time or overtime or time.process_time() > cpu_max_s or self._stopping()
+            return out_of_time
 
-        def shows(history: History) -> bool:
+        def shows(history: AnyHistory) -> bool:
             return self._shows(key, history)
 
         short = minimise(original, shows, spent)
         with_moves = pinned(short, self._suite.run(short).schedules)
-        if short.adversary == "fair" or spent() or not shows(with_moves):
-            return short
-        return minimise(with_moves, shows, spent)
+        if with_moves != short and not spent() and shows(with_moves):
+            short = minimise(with_moves, shows, spent)
+        return short, not out_of_time
 
-    def _shows(self, key: Key, history: History) -> bool:
+    def _shows(self, key: Key, history: AnyHistory) -> bool:
         return key in map(self._key, self._suite.run(history).violations)
 
     def _key(self, violation: Any) -> Key:
         return violation_key(self._job.target, violation)
 
-    def _tell_nondeterminism(self, message: str, history: History | None) -> None:
+    def _tell_nondeterminism(self, message: str, history: AnyHistory | None) -> None:
         self._nondeterminism_count += 1
         if self._nondeterminism_count <= NONDETERMINISM_MAX:
             self._emit(Nondeterminism(job=self._job.job, message=message, history=history))
@@ -286,6 +296,19 @@ class _RoundOver(BaseException):
 
 
 def _own_suite(name: str) -> Suite:
+    from kvspec.targets import parse_target
+
+    return _equality_suite(name) if parse_target(name)[0] == "vllm-core" else _engine_suite(name)
+
+
+def _equality_suite(name: str) -> Suite:
+    from strategies.core import EVENTS
+    from strategies.equality import machine_of, run_history
+
+    return Suite(machine=machine_of(name), run=run_history, events=EVENTS)
+
+
+def _engine_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
     from strategies.simple import MACHINES

@@ -498,25 +498,28 @@ class World:
         try:
             run()
         except DeviceFault as fault:
-            self._die(laws.DEVICE, str(fault), self._innermost_frame(fault) or "")
+            self._die(laws.DEVICE, str(fault), innermost_frame(fault, self._target.own_files) or "")
         except Exception as error:
             if missing := _not_simulated(error):
                 raise KvspecError(missing) from error
-            frame = self._innermost_frame(error)
+            frame = innermost_frame(error, self._target.own_files)
             if frame is None:
                 raise
             self._die(laws.CRASH, f"{type(error).__name__}: {error}", frame)
 
-    def _innermost_frame(self, error: BaseException) -> str | None:
-        """Return ``file:function`` of the target's innermost frame; None if kvspec's own code, called further in,
-        raised."""
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            for directory in self._target.own_files:
-                if frame.filename.startswith(directory):
-                    return f"{frame.filename[len(directory) :].lstrip('/')}:{frame.name}"
-            if frame.filename.startswith(_OWN_FILES) and not isinstance(error, DeviceFault):
-                return None
-        return None
+
+def innermost_frame(error: BaseException, own_files: Iterable[str]) -> str | None:
+    """Return ``file:function`` of the target's innermost frame; None if kvspec's own code, called further in, raised.
+
+    ``own_files`` are the directories of the target's files.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for directory in own_files:
+            if frame.filename.startswith(directory):
+                return f"{frame.filename[len(directory) :].lstrip('/')}:{frame.name}"
+        if frame.filename.startswith(_OWN_FILES) and not isinstance(error, DeviceFault):
+            return None
+    return None
 
 
 def _not_simulated(error: Exception) -> str | None:

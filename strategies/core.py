@@ -7,8 +7,6 @@ machines at the end only draw ops.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 import traceback
 from collections import Counter
@@ -16,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from hypothesis.strategies import SearchStrategy
@@ -28,6 +25,7 @@ from kvspec.model.cache import CacheManager, DeferredFrees, Hit, Request
 from kvspec.model.clauses import ClauseBroken, agree
 from kvspec.model.groups import Group, Kind, blocks_for, skipped_tokens
 from kvspec.model.keys import PLAIN, BlockHash, Content, Image, Key, Text
+from kvspec.model.ops import CoreHistory, CoreOp
 from kvspec.model.pool import NULL, BlockPool, Event, Removed, Stored
 from kvspec.model.profile import CpScaling, Profile, known_issues, profile_for
 from kvspec.model.scaling import (
@@ -80,6 +78,11 @@ CACHE_REQUIRED: dict[str, Callable[[Profile], bool]] = {
     "deferred": lambda profile: profile.deferred_frees,
 }
 """Events that a run of the cache must reach -> whether a release can."""
+
+
+def avoided(setup: ops.PoolSetup | ops.CacheSetup, profile: Profile) -> frozenset[str]:
+    """Return the known issues that a history must keep out of the way."""
+    return known_issues(profile.release) if setup.avoids_known else frozenset()
 
 
 class Refused(NamedTuple):
@@ -199,7 +202,7 @@ class PoolPair:
     def __init__(self, setup: ops.PoolSetup, profile: Profile, avoid: frozenset[str] | None = None) -> None:
         self.setup = setup
         self.profile = profile
-        self.avoid = known_issues(profile.release) if avoid is None else avoid
+        self.avoid = avoided(setup, profile) if avoid is None else avoid
         caching, events = setup.caching, setup.events
         self.model = BlockPool(setup.blocks, profile, setup.hash_tokens, caching=caching, events=events)
         self.real = target.RealPool(
@@ -246,6 +249,10 @@ class PoolPair:
             agree(
                 "POOL-11", [self.model.is_writable(block) for block in range(self.setup.blocks)], self.real.writable()
             )
+
+    def state(self) -> Any:
+        """Return what tells one run of a history from another that differs."""
+        return self.real.state()
 
     def apply(self, op: ops.PoolOp) -> None:
         """Apply an op to both and compare. ClauseBroken if they differ."""
@@ -453,7 +460,7 @@ class CachePair:
     def __init__(self, setup: ops.CacheSetup, profile: Profile, avoid: frozenset[str] | None = None) -> None:
         self.setup = setup
         self.profile = profile
-        self.avoid = known_issues(profile.release) if avoid is None else avoid
+        self.avoid = avoided(setup, profile) if avoid is None else avoid
         self.names = Names()
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
@@ -517,6 +524,10 @@ class CachePair:
         empty: list[list[int]] = [[] for _ in self.setup.groups]
         for live in self.live:
             agree(rows, self.model.tables.get(live.model.name, empty), self.real.rows(live.real))
+
+    def state(self) -> Any:
+        """Return what tells one run of a history from another that differs."""
+        return self.real.state(), [self.real.rows(live.real) for live in self.live]
 
     def apply(self, op: ops.CacheOp) -> None:
         """Apply an op to both and compare. ClauseBroken if they differ."""
@@ -875,7 +886,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair: Pair | None = None
+        self.pair: PoolPair | CachePair | None = None
         self.ops: list[Any] = []
 
     def _apply(self, op: Any) -> None:
@@ -984,29 +995,6 @@ def _described(groups: Sequence[Group]) -> list[tuple[str, int, int, bool, bool]
 
 # Many ops, without Hypothesis -----------------------------------------------------------------------------------------
 
-
-class Pair(Protocol):
-    """Two sides of an equality, and what a history has reached on them."""
-
-    reached: Counter[str]
-
-    def apply(self, op: Any) -> None: ...
-
-
-class Level(NamedTuple):
-    """What the command line can run."""
-
-    draw: Callable[[Random, Profile, str | None], ops.History]
-    required: dict[str, Callable[[Profile], bool]]
-    """Events that a run must reach -> whether a release can."""
-
-
-PAIRS: dict[type, Callable[[Any, Profile, frozenset[str] | None], Pair]] = {
-    ops.PoolHistory: PoolPair,
-    ops.CacheHistory: CachePair,
-}
-"""Histories -> what they happen to."""
-
 HISTORY_OPS = 100
 """Ops of a history: enough to fill a pool several times."""
 FINDINGS_MAX = 20
@@ -1017,7 +1005,7 @@ FINDINGS_MAX = 20
 class Finding:
     """A history that shows a difference, and the difference."""
 
-    history: ops.History
+    history: CoreHistory
     clause: str
     """Or the exception, if the implementation raised one."""
     message: str
@@ -1033,22 +1021,23 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
 
 
-def pair_for(history: ops.History, avoid: frozenset[str] | None = None) -> Pair:
-    """Return a new pair for a history. Its release says what the model expects; the implementation is the importable
-    one.
-    """
-    return PAIRS[type(history)](history.setup, profile_for(history.release), avoid)
+def pair_for(history: CoreHistory, avoid: frozenset[str] | None = None) -> PoolPair | CachePair:
+    """Return a new pair for a history, with the implementation that is importable."""
+    profile = profile_for(target.release())
+    if isinstance(history.setup, ops.PoolSetup):
+        return PoolPair(history.setup, profile, avoid)
+    return CachePair(history.setup, profile, avoid)
 
 
-def replay(history: ops.History, avoid: frozenset[str] | None = None) -> Counter[str]:
+def replay(history: CoreHistory, avoid: frozenset[str] | None = None) -> Counter[str]:
     """Apply a history to a new pair and return what it reached. ClauseBroken if there is a difference."""
     pair = pair_for(history, avoid)
     for op in history.ops:
-        pair.apply(op)
+        pair.apply(op)  # type: ignore[arg-type]
     return pair.reached
 
 
-def difference(history: ops.History, avoid: frozenset[str] | None = None) -> str | None:
+def difference(history: CoreHistory, avoid: frozenset[str] | None = None) -> str | None:
     """Return the clause that a history breaks, or the exception that it causes; None for neither."""
     try:
         replay(history, avoid)
@@ -1059,54 +1048,42 @@ def difference(history: ops.History, avoid: frozenset[str] | None = None) -> str
     return None
 
 
-def minimise(history: ops.History, avoid: frozenset[str] | None = None) -> ops.History:
-    """Leave ops out, one after the other, as long as what is left shows the same difference."""
-    shown = difference(history, avoid)
-    index = len(history.ops) - 1
-    while index >= 0:
-        shorter = msgspec.structs.replace(history, ops=history.ops[:index] + history.ops[index + 1 :])
-        if difference(shorter, avoid) == shown:
-            history, index = shorter, len(shorter.ops)
-        index -= 1
-    return history
+Mix = tuple[list[type[Any]], list[int]]
+"""Kinds of ops, and how often each occurs."""
 
 
-def draw_ops(
-    random: Random, weights: dict[type, int], ranges: dict[type, dict[str, tuple[int, int]]], always: int
-) -> tuple[Any, ...]:
-    """Draw the ops of a history. Weights differ from history to history, some ops don't occur at all, but the first
-    ``always`` of them do: so one is all hits and another all evictions.
-    """
-    drawn = {kind: weight * random.choice((0, 1, 1, 3)) for kind, weight in weights.items()}
-    for kind in list(drawn)[:always]:
-        drawn[kind] = drawn[kind] or weights[kind]
-    if not any(drawn.values()):
-        drawn = dict.fromkeys(drawn, 1)
-    kinds = random.choices(list(drawn), list(drawn.values()), k=HISTORY_OPS)
-    return tuple(kind(**draw_numbers(random, ranges[kind])) for kind in kinds)
+def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.PoolSetup | ops.CacheSetup:
+    """Draw a setup of a level, ``pool`` or ``cache``; ``fixed`` are coarse numbers that aren't drawn."""
+    if level == "pool":
+        return ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES) | fixed)
+    return ops.cache_setup(profile, **_drawn(random, ops.CACHE_SETUP_RANGES) | fixed)
 
 
-def draw_numbers(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """Draw a number from each range."""
+def draw_mix(random: Random, level: str) -> Mix:
+    """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
+    arms = _POOL_ARMS if level == "pool" else _CACHE_ARMS
+    needed = 0 if level == "pool" else 2  # requests must arrive and be scheduled
+    weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(arms)]
+    return list(arms), weights if any(weights) else [1] * len(weights)
+
+
+def draw_ops(random: Random, mix: Mix, count: int) -> tuple[CoreOp, ...]:
+    """Draw ops."""
+    kinds, weights = mix
+    return tuple(kind(**_drawn(random, ops.RANGES[kind])) for kind in random.choices(kinds, weights, k=count))
+
+
+def _drawn(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
     return {name: random.randint(*limits) for name, limits in ranges.items()}
 
 
-def _draw_pool(random: Random, profile: Profile, family: str | None) -> ops.PoolHistory:
-    del family
-    steps = draw_ops(random, {kind: ops.WEIGHTS[kind] for kind in _POOL_ARMS}, ops.RANGES, 0)
-    setup = ops.pool_setup(profile, **draw_numbers(random, ops.POOL_SETUP_RANGES))
-    return ops.PoolHistory(profile.release, setup, steps)
-
-
-def _draw_cache(random: Random, profile: Profile, family: str | None) -> ops.CacheHistory:
-    steps = draw_ops(random, {kind: ops.WEIGHTS[kind] for kind in _CACHE_ARMS}, ops.RANGES, 2)
-    numbers = draw_numbers(random, ops.CACHE_SETUP_RANGES)
-    if family is not None:
-        numbers["family"] = ops.FAMILIES.index(family)
-    return ops.CacheHistory(profile.release, ops.cache_setup(profile, **numbers), steps)
-
-
-LEVELS = {"pool": Level(_draw_pool, POOL_REQUIRED), "cache": Level(_draw_cache, CACHE_REQUIRED)}
+def draw(random: Random, level: str, profile: Profile, family: str | None = None) -> CoreHistory:
+    """Draw a history of a level that keeps out of the way of known issues; of the cache, with groups of one family
+    only.
+    """
+    fixed = {"avoids_known": 1} | ({} if family is None else {"family": ops.FAMILIES.index(family)})
+    setup = draw_setup(random, level, profile, **fixed)
+    return CoreHistory("vllm-core", setup, draw_ops(random, draw_mix(random, level), HISTORY_OPS))
 
 
 def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budget_s: float = float("inf")) -> Tally:
@@ -1116,13 +1093,13 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
     target.warm_up()
     start = time.process_time()
     while tally.ops < ops_wanted and tally.seconds < budget_s and len(tally.findings) < FINDINGS_MAX:
-        history = LEVELS[level].draw(random, profile, family)
+        history = draw(random, level, profile, family)
         pair, done = None, 0
         try:
             pair = pair_for(history)
             for op in history.ops:
                 done += 1
-                pair.apply(op)
+                pair.apply(op)  # type: ignore[arg-type]
         except ClauseBroken as broken:
             tally.findings.append(Finding(history, broken.clause.id, str(broken)))
         except Exception as error:  # whatever the implementation raises is a finding
@@ -1136,32 +1113,5 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
 
 def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
     """Return the required events that a run has missed."""
-    required = LEVELS[level].required
+    required = POOL_REQUIRED if level == "pool" else CACHE_REQUIRED
     return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
-
-
-def main(prog: str = "python -m strategies.core", level: str = "cache") -> int:
-    """Run from the command line: ops, ops per second and differences on the vLLM that is importable."""
-    parser = argparse.ArgumentParser(prog=prog, description=main.__doc__)
-    parser.add_argument("--level", choices=list(LEVELS), default=level)
-    parser.add_argument("--ops", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=ops.FAMILIES, default=None)
-    parser.add_argument("--budget", type=float, default=float("inf"), help="CPU seconds")
-    arguments = parser.parse_args()
-    tally = run(arguments.level, arguments.ops, arguments.seed, arguments.family, arguments.budget)
-    profile = profile_for(target.release())
-    print(f"{arguments.level} {profile.release}: {tally.ops} ops, {tally.ops / tally.seconds:.0f}/s,", end=" ")
-    print(f"{len(tally.findings)} differences, {dict(sorted(tally.reached.items()))}")
-    shown: set[str] = set()
-    for finding in tally.findings:
-        if finding.clause not in shown:
-            shown.add(finding.clause)
-            print(finding.message, ops.to_json(minimise(finding.history)).decode(), sep="\n")
-    if missed := hollow(tally, arguments.level, profile):
-        print(f"hollow: never reached {', '.join(sorted(missed))}")
-    return int(bool(tally.findings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,24 +6,29 @@ state. ``TierPair`` couples the CPU tier with ``CPUOffloadingManager``.
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvspec.model import offload_ops as ops
-from kvspec.model.clauses import agree
+from kvspec.model.clauses import ClauseBroken, agree
 from kvspec.model.groups import Kind, blocks_for
 from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
 from kvspec.model.pool import NULL
-from kvspec.model.profile import Profile, known_issues
+from kvspec.model.profile import Profile, known_issues, profile_for
 from kvspec.model.tiers import Access, Adaptive, Answer, Placed, Recency, Tier
+from kvspec.targets.vllm import core as core_target
 from kvspec.targets.vllm import offload_index as target
-from strategies import core
 from strategies.core import Names, attempt
 
 K = TypeVar("K", bound=Hashable)
@@ -633,26 +638,145 @@ INDEX_REQUIRED: dict[str, Callable[[Profile], bool]] = {
 """Events that a run of the engine must reach -> whether a release can."""
 
 
-def _draw_tier(random: Random, profile: Profile, family: str | None) -> ops.TierHistory:
-    del family
-    setup = ops.TierSetup(random.randint(1, 9), random.choice(("lru", "arc")))
-    return ops.TierHistory(profile.release, setup, core.draw_ops(random, ops.TIER_WEIGHTS, ops.TIER_RANGES, 2))
+# Many ops -------------------------------------------------------------------------------------------------------------
+
+LEVELS = ("tier", "index")
+HISTORY_OPS = 100
+"""Ops of a history: enough to fill a tier several times."""
+FINDINGS_MAX = 20
+"""After so many differences a run stops."""
 
 
-core.PAIRS[ops.TierHistory] = TierPair
-core.LEVELS["tier"] = core.Level(_draw_tier, TIER_REQUIRED)
+@dataclass
+class Finding:
+    """A history that shows a difference, and the difference."""
+
+    history: ops.IndexHistory
+    clause: str
+    """Or the exception, if the implementation raised one."""
+    message: str
 
 
-def _draw_index(random: Random, profile: Profile, family: str | None) -> ops.IndexHistory:
-    numbers = core.draw_numbers(random, ops.INDEX_SETUP_RANGES)
+@dataclass
+class Tally:
+    """What a run has seen."""
+
+    ops: int = 0
+    seconds: float = 0.0
+    reached: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def pair_for(history: ops.IndexHistory, avoid: frozenset[str] | None = None) -> TierPair | IndexPair:
+    """Return a new pair for a history, with the implementation that is importable."""
+    profile = profile_for(core_target.release())
+    if isinstance(history.setup, ops.TierSetup):
+        return TierPair(history.setup, profile, avoid)
+    return IndexPair(history.setup, profile, avoid)
+
+
+def replay(history: ops.IndexHistory, avoid: frozenset[str] | None = None) -> Counter[str]:
+    """Apply a history to a new pair and return what it reached. ClauseBroken if there is a difference."""
+    pair: Any = pair_for(history, avoid)
+    for op in history.ops:
+        pair.apply(op)
+    reached: Counter[str] = pair.reached
+    return reached
+
+
+def difference(history: ops.IndexHistory, avoid: frozenset[str] | None = None) -> str | None:
+    """Return the clause that a history breaks, or the exception that it causes; None for neither."""
+    try:
+        replay(history, avoid)
+    except ClauseBroken as broken:
+        return broken.clause.id
+    except Exception as error:  # whatever the implementation raises is a finding
+        return type(error).__name__
+    return None
+
+
+def shortest(history: ops.IndexHistory) -> ops.IndexHistory:
+    """Leave ops out, one after the other, as long as what is left shows the same difference."""
+    shown = difference(history)
+    index = len(history.ops) - 1
+    while index >= 0:
+        shorter = msgspec.structs.replace(history, ops=history.ops[:index] + history.ops[index + 1 :])
+        if difference(shorter) == shown:
+            history, index = shorter, len(shorter.ops)
+        index -= 1
+    return history
+
+
+def draw(random: Random, level: str, profile: Profile, family: str | None = None) -> ops.IndexHistory:
+    """Draw a history of a level, ``tier`` or ``index``; of the latter, with groups of one family only.
+
+    Weights differ from history to history, some ops don't occur at all: so one is all hits, another all evictions.
+    """
+    weights, ranges = (ops.TIER_WEIGHTS, ops.TIER_RANGES) if level == "tier" else (ops.INDEX_WEIGHTS, ops.INDEX_RANGES)
+    drawn = [weight * (random.choice((0, 1, 1, 3)) or i < 2) for i, weight in enumerate(weights.values())]
+    kinds = random.choices(list(weights), drawn, k=HISTORY_OPS)
+    steps: tuple[Any, ...] = tuple(kind(**_drawn(random, ranges[kind])) for kind in kinds)
+    if level == "tier":
+        return ops.IndexHistory(ops.TierSetup(random.randint(1, 9), random.choice(("lru", "arc"))), steps)
+    numbers = _drawn(random, ops.INDEX_SETUP_RANGES)
     if family is not None:
         numbers["family"] = ops.INDEX_FAMILIES.index(family)
-    setup = ops.index_setup(profile, **numbers)
-    return ops.IndexHistory(profile.release, setup, core.draw_ops(random, ops.INDEX_WEIGHTS, ops.INDEX_RANGES, 2))
+    return ops.IndexHistory(ops.index_setup(profile, **numbers), steps)
 
 
-core.PAIRS[ops.IndexHistory] = IndexPair
-core.LEVELS["index"] = core.Level(_draw_index, INDEX_REQUIRED)
+def _drawn(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
+    return {name: random.randint(*limits) for name, limits in ranges.items()}
+
+
+def run(level: str, ops_wanted: int, seed: int, family: str | None = None) -> Tally:
+    """Apply random histories until there were so many ops."""
+    random, tally = Random(seed), Tally()
+    profile = profile_for(core_target.release())
+    core_target.warm_up()
+    start = time.process_time()
+    while tally.ops < ops_wanted and len(tally.findings) < FINDINGS_MAX:
+        history = draw(random, level, profile, family)
+        pair: Any = None
+        try:
+            pair = pair_for(history)
+            for op in history.ops:
+                pair.apply(op)
+                tally.ops += 1
+        except ClauseBroken as broken:
+            tally.findings.append(Finding(history, broken.clause.id, str(broken)))
+        except Exception as error:  # whatever the implementation raises is a finding
+            message = "".join(traceback.format_exception(error))
+            tally.findings.append(Finding(history, type(error).__name__, message))
+        tally.reached += pair.reached if pair else Counter()
+    tally.seconds = time.process_time() - start
+    return tally
+
+
+def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
+    """Return the required events that a run has missed."""
+    required = TIER_REQUIRED if level == "tier" else INDEX_REQUIRED
+    return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
+
+
+def main() -> int:
+    """Run from the command line: ops, ops per second and differences on the vLLM that is importable."""
+    parser = argparse.ArgumentParser(prog="python -m strategies.offload_index", description=main.__doc__)
+    parser.add_argument("--level", choices=LEVELS, default="index")
+    parser.add_argument("--ops", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=ops.INDEX_FAMILIES, default=None)
+    arguments = parser.parse_args()
+    tally = run(arguments.level, arguments.ops, arguments.seed, arguments.family)
+    profile = profile_for(core_target.release())
+    print(f"{arguments.level} {profile.release}: {tally.ops} ops, {tally.ops / tally.seconds:.0f}/s,", end=" ")
+    print(f"{len(tally.findings)} differences, {dict(sorted(tally.reached.items()))}")
+    for clause in sorted({finding.clause for finding in tally.findings}):
+        finding = next(finding for finding in tally.findings if finding.clause == clause)
+        print(finding.message, msgspec.json.format(msgspec.json.encode(shortest(finding.history))).decode(), sep="\n")
+    if missed := hollow(tally, arguments.level, profile):
+        print(f"hollow: never reached {', '.join(sorted(missed))}")
+    return int(bool(tally.findings or missed))
+
 
 if __name__ == "__main__":
-    sys.exit(core.main("python -m strategies.offload_index", "tier"))
+    sys.exit(main())

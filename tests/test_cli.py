@@ -57,6 +57,10 @@ def test_the_version_is_told(kvspec: Run) -> None:
         (["gate", "--target", "vllm-simple@new"], "'new' is not a version of vLLM"),
         (["gate", "--known", "missing.toml"], "missing.toml can't be read"),
         (["gate", "--target", "toy:suite", "--findings", "/dev/null/x"], "--findings DIR"),
+        (["gate", "--target", "toy:suite", "--junit", "/dev/null/x"], "can't be written"),
+        (["gate", "--target", ":"], "one of your own is named package.module:suite"),
+        (["gate", "--target", "toy:"], "one of your own is named package.module:suite"),
+        (["measure", "--target", "vllm-core"], "has no engine"),
         (["replay", "missing.json"], "'missing.json' does not exist"),
         (["replay", "."], "can't be read as a finding"),
         (["replay", "bad.json"], "bad.json can't be read: not a history"),
@@ -159,7 +163,7 @@ def test_histories_are_shared_evenly() -> None:
     assert share(None, 0, 3) is None
 
 
-def test_without_an_event_a_verdict_is_a_pass_over_nothing(tmp_path: Path) -> None:
+def test_a_verdict_over_nothing_is_hollow(tmp_path: Path) -> None:
     tally = Tally("toy:suite", 1, FindingStore(tmp_path), [])
-    assert tally.verdict(interrupted=False).exit_code == 0
+    assert tally.verdict(interrupted=False).exit_code == 3
     assert tally.verdict(interrupted=True).exit_code == 130

@@ -27,8 +27,8 @@ def store(tmp_path: Path) -> FindingStore:
 def test_a_saved_finding_is_read_back(store: FindingStore) -> None:
     directory = store.save(finding())
     assert load_finding(directory) == finding()
-    assert store.of_target(KEY.target) == [finding()]
-    assert store.of_target("vllm-simple") == []
+    assert store.of_target(KEY.target) == ([finding()], [])
+    assert store.of_target("vllm-simple") == ([], [])
 
 
 def test_the_directory_is_named_by_the_key_alone(store: FindingStore) -> None:
@@ -57,9 +57,9 @@ def test_a_finding_that_is_gone_says_since_when_and_opens_again_with_the_new_his
 ) -> None:
     store.save(finding(length=2))
     store.mark_gone(finding().record)
-    assert store.of_target(KEY.target)[0].record.gone_since is not None
+    assert store.of_target(KEY.target)[0][0].record.gone_since is not None
     store.save(finding(length=5))
-    [stored] = store.of_target(KEY.target)
+    [stored], _ = store.of_target(KEY.target)
     assert stored.record.gone_since is None
     assert len(stored.history.ops) == 5
 
@@ -74,7 +74,7 @@ def test_a_history_that_does_not_repeat_is_kept_once(store: FindingStore) -> Non
     first, second = (store.save_nondeterminism(history(3)) for _ in range(2))
     assert first == second
     assert load_history(first) == history(3)
-    assert store.of_target(KEY.target) == []
+    assert store.of_target(KEY.target) == ([], [])
 
 
 def test_a_place_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
@@ -84,11 +84,14 @@ def test_a_place_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format": 99}'])
-def test_a_damaged_finding_is_named(store: FindingStore, damage: bytes) -> None:
+def test_a_damaged_finding_is_named_until_it_is_found_again(store: FindingStore, damage: bytes) -> None:
     directory = store.save(finding())
     (directory / "finding.json").write_bytes(damage)
-    with pytest.raises(KvspecError, match=f"{KEY.slug} can't be read as a finding"):
-        store.of_target(KEY.target)
+    found, (sentence,) = store.of_target(KEY.target)
+    assert not found
+    assert f"{KEY.slug} can't be read as a finding" in sentence
+    store.save(finding())
+    assert store.of_target(KEY.target) == ([finding()], [])
 
 
 def test_a_file_that_is_no_history_is_named(tmp_path: Path) -> None:

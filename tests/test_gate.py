@@ -52,7 +52,7 @@ def test_a_sound_target_passes_with_counts(gate: Callable[..., tuple[int, str]])
     status, output = gate("")
     assert status == 0
     assert "PASS  toy:suite, seed 1" in output
-    assert re.search(r"48 histories, \d+ engine steps, \d+ blocks stored, 0 loaded; 3 histories", output)
+    assert re.search(r"48 histories, \d+ steps, \d+ blocks stored, 0 loaded; 3 histories", output)
     assert re.search(r"events reached: door \d+", output)
 
 
@@ -168,7 +168,7 @@ def test_a_broken_machine_is_told_with_its_traceback(gate: Callable[..., tuple[i
 
 
 def test_the_same_seed_gives_the_same_run(gate: Callable[..., tuple[int, str]]) -> None:
-    first, second = (re.search(r".* engine steps.*\n.*\n.*", gate("")[1]) for _ in range(2))
+    first, second = (re.search(r".* steps, .*\n.*\n.*", gate("")[1]) for _ in range(2))
     assert first
     assert second
     assert first[0].splitlines()[::2] == second[0].splitlines()[::2]
@@ -294,7 +294,7 @@ def test_ctrl_c_on_a_terminal_gives_the_verdict_so_far(toy: Callable[[str], None
     assert run.end() == 130
     assert "Interrupted: the workers end their histories" in run.output
     assert re.search(r"INTERRUPTED.*toy:suite", run.output)
-    assert re.search(r"[1-9]\d* histories, \d+ engine steps", run.output)
+    assert re.search(r"[1-9]\d* histories, \d+ steps", run.output)
 
 
 def test_after_ctrl_c_a_finding_still_decides(toy: Callable[[str], None]) -> None:

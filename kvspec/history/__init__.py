@@ -1,8 +1,15 @@
 """What can be done with a recorded history: tell it in words, minimise it."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from kvspec.ops import EngineSetup, History, in_words
+from kvspec.model.ops import CoreHistory, CoreOp, core_history_from_json
+from kvspec.ops import History, Op, history_from_json, in_words, level_of
+
+AnyHistory = History | CoreHistory
+"""A history of any level."""
+AnyOp = Op | CoreOp
+"""An op of any level."""
 
 MOVES = (
     "moves: c compute, s store, l load stream, t copy thread, h host, each with its rank; . the engine goes on; "
@@ -11,24 +18,26 @@ MOVES = (
 """What the letters of a schedule mean (see kvspec.device.adversary)."""
 
 
-def _setup_in_words(setup: EngineSetup) -> str:
-    """Say a setup in one line: ``engine: gpu blocks 11, cpu blocks 8, …, async scheduling``."""
-    words = []
-    for field in setup.__struct_fields__:
-        value, name = getattr(setup, field), field.replace("_", " ")
-        if not isinstance(value, bool):
-            words.append(f"{name} {value}")
-        elif value:
-            words.append(name)
-    return "engine: " + ", ".join(words)
+def read_history(data: bytes) -> AnyHistory:
+    """Read a history of any level. ValueError that says what is wrong, and where, if it isn't one."""
+    match level_of(data):
+        case "engine":
+            return history_from_json(data)
+        case "core":
+            return core_history_from_json(data)
+        case other:
+            raise ValueError(f"not a history: there is no level {other!r}; there are engine and core")
 
 
-def story(history: History, schedules: Sequence[str] = ()) -> list[str]:
+def story(history: AnyHistory, schedules: Sequence[str] = ()) -> list[str]:
     """Tell a history in words, one line per op.
 
     The adversary's moves stand under the ops that prescribe them; with ``schedules`` (one per op, and one for
     the drain), under all.
     """
+    if isinstance(history, CoreHistory):
+        ops = [f"{i}. {_fields_in_words(op)}" for i, op in enumerate(history.ops, 1)]
+        return [_setup_in_words(history.setup), *ops]
     prescribed = [getattr(op, "schedule", None) for op in history.ops]
     moves = list(schedules) or prescribed
     lines = [_setup_in_words(history.setup), f"adversary: {history.adversary}, seed {history.seed}"]
@@ -41,3 +50,32 @@ def story(history: History, schedules: Sequence[str] = ()) -> list[str]:
         if index < len(moves) and moves[index] is not None:
             lines.append(f"     moves: {moves[index] or 'none'}")
     return lines
+
+
+def _setup_in_words(setup: Any) -> str:
+    """Say a setup in one line: ``engine: gpu blocks 11, cpu blocks 8, …, async scheduling``."""
+    return f"{setup.__struct_config__.tag or 'engine'}: {_values_in_words(setup)}"
+
+
+def _fields_in_words(op: CoreOp) -> str:
+    """Say an op as those of its fields that aren't as usual: ``free: pick 3, count 2``."""
+    usual = type(op)()
+    values = ", ".join(
+        f"{name.replace('_', ' ')} {getattr(op, name)}"
+        for name in op.__struct_fields__
+        if getattr(op, name) != getattr(usual, name)
+    )
+    return f"{op.__struct_config__.tag}: {values}" if values else str(op.__struct_config__.tag)
+
+
+def _values_in_words(struct: Any) -> str:
+    words = []
+    for field in struct.__struct_fields__:
+        value, name = getattr(struct, field), field.replace("_", " ")
+        if isinstance(value, tuple):
+            words.append(f"{name} {', '.join(map(str, value))}")
+        elif not isinstance(value, bool):
+            words.append(f"{name} {value}")
+        elif value:
+            words.append(name)
+    return ", ".join(words)

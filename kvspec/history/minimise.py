@@ -14,12 +14,16 @@ import msgspec
 from msgspec.structs import replace
 
 from kvspec.device.adversary import MOVE
-from kvspec.ops import History, Op, Step
+from kvspec.history import AnyHistory, AnyOp
+from kvspec.model.ops import CoreHistory
+from kvspec.ops import History, Step
 
-Candidates = Callable[[History], Iterator[History]]
+Candidates = Callable[[AnyHistory], Iterator[AnyHistory]]
 
 
-def minimise(history: History, shows: Callable[[History], bool], spent: Callable[[], bool] = lambda: False) -> History:
+def minimise(
+    history: AnyHistory, shows: Callable[[AnyHistory], bool], spent: Callable[[], bool] = lambda: False
+) -> AnyHistory:
     """Return the simplest history found for which ``shows`` is true; ``history`` itself must be one.
 
     Before each candidate ``spent()`` is asked; once it is true, the best so far is returned. In the end
@@ -28,8 +32,13 @@ def minimise(history: History, shows: Callable[[History], bool], spent: Callable
     return _Search(history, shows, spent).run()
 
 
-def pinned(history: History, schedules: Sequence[str]) -> History:
-    """Write the adversary's moves into the ops, so that a replay doesn't depend on what a seed means."""
+def pinned(history: AnyHistory, schedules: Sequence[str]) -> AnyHistory:
+    """Write the adversary's moves into the ops, so that a replay doesn't depend on what a seed means.
+
+    Where nobody draws moves, nothing changes.
+    """
+    if isinstance(history, CoreHistory) or history.adversary == "fair":
+        return history
     ops = tuple(
         replace(op, seed=0, schedule=schedule) if "schedule" in op.__struct_fields__ else op
         for op, schedule in zip(history.ops, schedules, strict=False)
@@ -44,13 +53,13 @@ class _Spent(Exception):
 class _Search:
     """Greedy descent: take any simpler candidate that still shows the finding, until none does."""
 
-    def __init__(self, history: History, shows: Callable[[History], bool], spent: Callable[[], bool]) -> None:
+    def __init__(self, history: AnyHistory, shows: Callable[[AnyHistory], bool], spent: Callable[[], bool]) -> None:
         self._best = history
         self._shows = shows
         self._spent = spent
         self._tried: set[bytes] = set()
 
-    def run(self) -> History:
+    def run(self) -> AnyHistory:
         try:
             before = None
             while before != self._best:
@@ -63,7 +72,7 @@ class _Search:
         renamed = _renamed(self._best)
         return renamed if self._shows(renamed) else self._best
 
-    def _takes(self, candidate: History) -> bool:
+    def _takes(self, candidate: AnyHistory) -> bool:
         fingerprint = msgspec.json.encode(candidate)
         if candidate == self._best or fingerprint in self._tried:
             return False
@@ -95,25 +104,26 @@ class _Search:
             pass
 
 
-def _simpler_histories(history: History) -> Iterator[History]:
+def _simpler_histories(history: AnyHistory) -> Iterator[AnyHistory]:
     """The adversary and the setup, all at once and then one field at a time."""
-    for adversary in ("fair", "random"):
-        if history.adversary == adversary:
-            break
-        yield replace(history, adversary=adversary, seed=0)
-    yield replace(history, seed=0)
+    if isinstance(history, History):
+        for adversary in ("fair", "random"):
+            if history.adversary == adversary:
+                break
+            yield replace(history, adversary=adversary, seed=0)
+        yield replace(history, seed=0)
     yield replace(history, setup=type(history.setup)())
     for field in msgspec.structs.fields(history.setup):
         yield replace(history, setup=replace(history.setup, **{field.name: field.default}))
 
 
-def _simpler_ops(history: History) -> Iterator[History]:
+def _simpler_ops(history: AnyHistory) -> Iterator[AnyHistory]:
     for index, op in enumerate(history.ops):
         for simpler in _simpler_op(op):
             yield _with_ops(history, index, index + 1, simpler)
 
 
-def _simpler_op(op: Op) -> Iterator[Op]:
+def _simpler_op(op: AnyOp) -> Iterator[AnyOp]:
     """The op with one field nearer to its default."""
     for field in msgspec.structs.fields(op):
         if field.required:
@@ -144,7 +154,7 @@ def _shorter_schedules(schedule: str) -> Iterator[str]:
         size //= 2
 
 
-def _joined_steps(history: History) -> Iterator[History]:
+def _joined_steps(history: AnyHistory) -> Iterator[AnyHistory]:
     for index, (op, following) in enumerate(zip(history.ops, history.ops[1:], strict=False)):
         if isinstance(op, Step) and isinstance(following, Step):
             schedule = (op.schedule or "") + (following.schedule or "") or op.schedule
@@ -152,7 +162,7 @@ def _joined_steps(history: History) -> Iterator[History]:
             yield _with_ops(history, index, index + 2, joined)
 
 
-def _without_two_ops(history: History) -> Iterator[History]:
+def _without_two_ops(history: AnyHistory) -> Iterator[AnyHistory]:
     """Two ops that are only needed for each other, such as a request that fills what another one empties."""
     ops = history.ops
     for second in range(len(ops) - 1, 0, -1):
@@ -160,11 +170,11 @@ def _without_two_ops(history: History) -> Iterator[History]:
             yield replace(history, ops=ops[:first] + ops[first + 1 : second] + ops[second + 1 :])
 
 
-def _renamed(history: History) -> History:
+def _renamed(history: AnyHistory) -> AnyHistory:
     """Call the requests A, B, C, … in the order in which they appear."""
     names: dict[str, str] = {}
 
-    def rename(op: Op) -> Op:
+    def rename(op: AnyOp) -> AnyOp:
         values: dict[str, str] = {}
         for field in ("request", "continues"):
             if name := getattr(op, field, None):
@@ -179,5 +189,5 @@ def _letters(index: int) -> str:
     return letter if index < 26 else f"{letter}{index // 26}"
 
 
-def _with_ops(history: History, start: int, end: int, *ops: Op) -> History:
+def _with_ops(history: AnyHistory, start: int, end: int, *ops: AnyOp) -> AnyHistory:
     return replace(history, ops=history.ops[:start] + ops + history.ops[end:])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 _CLAUSE = re.compile(
@@ -69,6 +69,16 @@ class ClauseBroken(AssertionError):
             f"  implementation: {actual!r}\n"
             f"  source: {self.clause.source}"
         )
+
+    def difference(self) -> str:
+        """Say in one line how they differ. Of two lists of one length, only the first item that differs."""
+        expect, actual, where = self.expect, self.actual, ""
+        while isinstance(expect, Sequence) and isinstance(actual, Sequence) and len(expect) == len(actual) > 0:
+            if isinstance(expect, str | bytes):
+                break
+            index = next(i for i, pair in enumerate(zip(expect, actual, strict=True)) if pair[0] != pair[1])
+            expect, actual, where = expect[index], actual[index], f"{where}[{index}]"
+        return f"{where + ': ' if where else ''}the model says {expect!r}, the implementation {actual!r}"
 
 
 def agree(clause_id: str, expect: object, actual: object) -> None:

@@ -45,6 +45,11 @@ class Group:
     sharded: bool = True
     """Whether decode context parallelism spreads the tokens of a block over the ranks."""
 
+    def __str__(self) -> str:
+        reach = f" {self.reach}" if self.reach else ""
+        notes = " with drafts" * self.eagle + " replicated" * (not self.sharded)
+        return f"{self.kind.value}{reach} in blocks of {self.block_tokens}{notes}"
+
     def layout(self) -> Group:
         """Return what it is told apart from other groups by: groups of one layout are looked up together."""
         return replace(self, eagle=False)

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from kvspec.model.groups import Group, Kind
-from kvspec.model.ops import CoarseOp, History
+from kvspec.model.ops import CoarseOp
 from kvspec.model.profile import Profile
+from kvspec.ops import HISTORY_FORMAT
 
 
-class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="tier"):
     """A CPU tier."""
 
     slots: int = 4
@@ -125,19 +126,7 @@ TIER_WEIGHTS: dict[type[CoarseOp], int] = {
 """Op -> how often it is drawn, relative to the others."""
 
 
-class TierHistory(History, frozen=True):
-    """What happened to one CPU tier."""
-
-    setup: TierSetup
-    ops: tuple[TierOp, ...]
-
-
-def tier_from_json(data: bytes) -> TierHistory:
-    """Read a history of a CPU tier. ValueError if it isn't one."""
-    return msgspec.json.decode(data, type=TierHistory)
-
-
-class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="engine"):
     """An engine with OffloadingConnector and a CPU tier."""
 
     groups: tuple[Group, ...] = (Group(Kind.FULL, 4),)
@@ -282,13 +271,14 @@ INDEX_SETUP_RANGES = {
 }
 
 
-class IndexHistory(History, frozen=True):
-    """What happened to one engine."""
+class IndexHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happened to one CPU tier, or to one engine. Enough to let it happen again."""
 
-    setup: IndexSetup
-    ops: tuple[IndexOp, ...]
+    setup: TierSetup | IndexSetup
+    ops: tuple[TierOp | IndexOp, ...]
+    format: int = HISTORY_FORMAT
 
 
-def index_from_json(data: bytes) -> IndexHistory:
-    """Read a history of an engine. ValueError if it isn't one."""
+def index_history_from_json(data: bytes) -> IndexHistory:
+    """Read a history. ValueError if it isn't one."""
     return msgspec.json.decode(data, type=IndexHistory)

@@ -8,27 +8,19 @@ which numbers are worth drawing.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
+from kvspec.ops import HISTORY_FORMAT
 
 
 class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
     """A step of a history."""
 
 
-class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setup, and what happened to it."""
-
-    release: str
-    setup: Any
-    ops: tuple[Any, ...]
-
-
-class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="pool"):
     """A block pool with two groups: blocks of group 0 hold one hash block, those of group 1 ``ratio`` of
     them.
     """
@@ -39,12 +31,14 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caching: bool = True
     lookahead: int = 0
     events: bool = True
+    avoids_known: bool = True
+    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
 
 class Allocate(CoarseOp, frozen=True, tag="allocate"):
     """Take ``count`` new blocks."""
 
-    count: int
+    count: int = 1
 
 
 class Touch(CoarseOp, frozen=True, tag="touch"):
@@ -52,10 +46,10 @@ class Touch(CoarseOp, frozen=True, tag="touch"):
     block may be among them.
     """
 
-    pick: int
-    count: int
-    held: int
-    null: int
+    pick: int = 0
+    count: int = 1
+    held: int = 0
+    null: int = 0
 
 
 class Free(CoarseOp, frozen=True, tag="free"):
@@ -63,80 +57,80 @@ class Free(CoarseOp, frozen=True, tag="free"):
     list.
     """
 
-    pick: int
-    count: int
-    step: int
-    at_head: int
-    null: int
+    pick: int = 0
+    count: int = 1
+    step: int = 1
+    at_head: int = 0
+    null: int = 0
 
 
 class Register(CoarseOp, frozen=True, tag="register"):
     """Register ``count`` held blocks from the ``pick``-th on as the blocks ``first`` onwards of a text."""
 
-    text: int
-    group: int
-    first: int
-    count: int
-    pick: int
-    nulls: int
+    text: int = 0
+    group: int = 0
+    first: int = 0
+    count: int = 1
+    pick: int = 0
+    nulls: int = 0
     """Bits: these blocks of the range are null; none if negative."""
-    masked: int
+    masked: int = 0
     """Bits: these blocks of the range are not wanted; no mask at all if 0 or negative."""
 
 
 class RegisterTail(CoarseOp, frozen=True, tag="register-tail"):
     """Register a held block for a prefix of ``units`` hash blocks that ends inside it."""
 
-    text: int
-    units: int
-    pick: int
-    replace: int
-    null: int
+    text: int = 0
+    units: int = 1
+    pick: int = 0
+    replace: int = 0
+    null: int = 0
     """The null block instead."""
 
 
 class Find(CoarseOp, frozen=True, tag="find"):
     """Look a block of a text up, or (``known``) one that can be found, in group 0 or 1, or in both."""
 
-    text: int
-    index: int
-    groups: int
-    known: int
+    text: int = 0
+    index: int = 0
+    groups: int = 0
+    known: int = 0
 
 
 class MoveHashes(CoarseOp, frozen=True, tag="move-hashes"):
     """Move the hashes of a held block to another one that has none."""
 
-    pick: int
-    to: int
+    pick: int = 0
+    to: int = 0
 
 
 class Evict(CoarseOp, frozen=True, tag="evict"):
     """Evict ``count`` blocks from an id on; ids that the pool hasn't got are possible."""
 
-    first: int
-    count: int
+    first: int = 0
+    count: int = 1
 
 
 class Unpin(CoarseOp, frozen=True, tag="unpin"):
     """Release ``count`` of the references that are held, and go on reading."""
 
-    pick: int
-    count: int
+    pick: int = 0
+    count: int = 1
 
 
 class TellHit(CoarseOp, frozen=True, tag="tell-hit"):
     """Record the event that the first ``count`` blocks of a text were hit."""
 
-    text: int
-    group: int
-    count: int
+    text: int = 0
+    group: int = 0
+    count: int = 1
 
 
 class Reset(CoarseOp, frozen=True, tag="reset"):
     """Reset the prefix cache; first (``empty``) release all that is held, so that it isn't refused."""
 
-    empty: int
+    empty: int = 0
 
 
 class TakeEvents(CoarseOp, frozen=True, tag="take-events"):
@@ -193,19 +187,7 @@ WEIGHTS: dict[type[CoarseOp], int] = {
 """Op -> how often it is drawn, relative to the others."""
 
 
-class PoolHistory(History, frozen=True):
-    """What happened to one block pool."""
-
-    setup: PoolSetup
-    ops: tuple[PoolOp, ...]
-
-
-def to_json(history: Any) -> bytes:
-    """Return a history as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(history), indent=1) + b"\n"
-
-
-class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="cache"):
     """A KV cache manager."""
 
     groups: tuple[Group, ...] = (Group(Kind.FULL, 4),)
@@ -222,6 +204,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sparse retention, in units of the alignment; -1 for none."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
+    avoids_known: bool = True
+    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
@@ -229,50 +213,50 @@ class Arrive(CoarseOp, frozen=True, tag="arrive"):
     picks salt, adapter, images.
     """
 
-    shared: int
-    tail: int
-    branch: int
-    content: int
-    reads_cache: int
+    shared: int = 0
+    tail: int = 0
+    branch: int = 0
+    content: int = 0
+    reads_cache: int = 1
 
 
 class Schedule(CoarseOp, frozen=True, tag="schedule"):
     """Schedule a request for up to ``tokens`` tokens, and ``drafts`` if that is all of it."""
 
-    pick: int
-    tokens: int
-    drafts: int
-    lookahead: int
-    external: int
+    pick: int = 0
+    tokens: int = 1
+    drafts: int = 0
+    lookahead: int = 0
+    external: int = 0
     """Of a request that holds nothing: this many tokens after the hit come from elsewhere."""
-    delay: int
+    delay: int = 0
     """They come asynchronously: nothing is computed now."""
-    must_fit: int
-    reserved: int
-    others_run: int
-    in_flight: int
+    must_fit: int = 0
+    reserved: int = 0
+    others_run: int = 0
+    in_flight: int = 0
     """So many of its computed tokens are still in flight."""
 
 
 class Output(CoarseOp, frozen=True, tag="output"):
     """A request says ``tokens`` more tokens, and ``rejected`` drafts are taken back."""
 
-    pick: int
-    tokens: int
-    rejected: int
+    pick: int = 0
+    tokens: int = 1
+    rejected: int = 0
 
 
 class Preempt(CoarseOp, frozen=True, tag="preempt"):
     """Preempt a request."""
 
-    pick: int
+    pick: int = 0
 
 
 class Finish(CoarseOp, frozen=True, tag="finish"):
     """A request ends; its last step is still in flight (``deferred``) or not."""
 
-    pick: int
-    deferred: int
+    pick: int = 0
+    deferred: int = 0
 
 
 class StepProcessed(CoarseOp, frozen=True, tag="step-processed"):
@@ -315,20 +299,41 @@ RANGES |= {
 WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 4}
 
 
-class CacheHistory(History, frozen=True):
-    """What happened to one KV cache manager."""
-
-    setup: CacheSetup
-    ops: tuple[CacheOp, ...]
+CoreOp = PoolOp | CacheOp
 
 
-def pool_setup(profile: Profile, *, blocks: int, ratio: int, caching: int, lookahead: int, events: int) -> PoolSetup:
+class CoreHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="core"):
+    """What happened to one block pool, or to one KV cache manager. Enough to let it happen again."""
+
+    target: str
+    """``vllm-core@0.33.0``; without a release, the vLLM that was importable."""
+    setup: PoolSetup | CacheSetup
+    ops: tuple[CoreOp, ...]
+    format: int = HISTORY_FORMAT
+
+
+def pool_setup(
+    profile: Profile, *, blocks: int, ratio: int, caching: int, lookahead: int, events: int, avoids_known: int
+) -> PoolSetup:
     """Return the setup that some coarse numbers mean for a release."""
-    ahead = lookahead if profile.lookahead_hashes and lookahead < 3 else 0
-    return PoolSetup(blocks=blocks, ratio=ratio, caching=caching > 0, lookahead=ahead, events=events > 0)
+    return PoolSetup(
+        blocks=blocks,
+        ratio=ratio,
+        caching=caching > 0,
+        lookahead=lookahead if profile.lookahead_hashes and lookahead < 3 else 0,
+        events=events > 0,
+        avoids_known=avoids_known > 0 or not known_issues(profile.release),
+    )
 
 
-POOL_SETUP_RANGES = {"blocks": (1, 12), "ratio": (1, 3), "caching": (0, 6), "lookahead": (0, 6), "events": (0, 6)}
+POOL_SETUP_RANGES = {
+    "blocks": (1, 12),
+    "ratio": (1, 3),
+    "caching": (0, 6),
+    "lookahead": (0, 6),
+    "events": (0, 6),
+    "avoids_known": (0, 7),
+}
 
 FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2")
 """Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
@@ -349,6 +354,7 @@ def cache_setup(
     in_flight: int,
     watermark: int,
     interval: int,
+    avoids_known: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = FAMILIES[family]
@@ -363,7 +369,8 @@ def cache_setup(
         length = {"W": window, "C": chunk}.get(letter, 0)
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CM" and "C" not in letters
         groups.append(Group(_KINDS[letter], size, length, draft))
-    if "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
+    avoids = avoids_known > 0 or not known_issues(profile.release)
+    if avoids and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and "M" in letters)
@@ -378,6 +385,7 @@ def cache_setup(
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
         eagle_fallback=eagle == 8 and "C" not in letters and "M" not in letters,
+        avoids_known=avoids,
     )
 
 
@@ -392,14 +400,20 @@ CACHE_SETUP_RANGES = {
     "in_flight": (0, 3),
     "watermark": (-4, 2),
     "interval": (-3, 2),
+    "avoids_known": (0, 7),
 }
 
 
-def cache_from_json(data: bytes) -> CacheHistory:
-    """Read a history of a KV cache manager. ValueError if it isn't one."""
-    return msgspec.json.decode(data, type=CacheHistory)
-
-
-def pool_from_json(data: bytes) -> PoolHistory:
-    """Read a history of a block pool. ValueError if it isn't one."""
-    return msgspec.json.decode(data, type=PoolHistory)
+def core_history_from_json(data: bytes) -> CoreHistory:
+    """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
+    try:
+        history = msgspec.json.decode(data, type=CoreHistory)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a history: {error}") from error
+    if history.format != HISTORY_FORMAT:
+        raise ValueError(f"history format {history.format}; this kvspec reads format {HISTORY_FORMAT}")
+    allowed = PoolOp if isinstance(history.setup, PoolSetup) else CacheOp
+    for i, op in enumerate(history.ops):
+        if not isinstance(op, allowed):
+            raise ValueError(f"op {i}: a {type(history.setup).__name__} has no {type(op).__name__}")
+    return history

@@ -475,6 +475,8 @@ class KnownIssue(NamedTuple):
     fixed: str | None
     """The first release that hasn't; None if the newest has it too."""
     sentence: str
+    reference: str
+    """An issue or pull request, ``vllm#45704``, or the path of a script."""
 
     def affects(self, release: str) -> bool:
         """Whether a release has it."""
@@ -489,6 +491,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.24.0",
         "A list that releases two references to one block puts it into the free queue twice.",
+        "vllm#42085",
     ),
     KnownIssue(
         "core-hash-key-collision",
@@ -496,6 +499,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "An adapter and a cache salt of the same name give the same hash.",
+        "vllm#44701",
     ),
     KnownIssue(
         "core-adapter-path-not-in-key",
@@ -503,6 +507,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "Two adapters of one name and different paths give the same hash.",
+        "vllm#44701",
     ),
     KnownIssue(
         "core-images-after-resume",
@@ -510,6 +515,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.31.0",
         "Of several images in a block that is filled later than the request began, only the last is in the hash.",
+        "tests/bugs/core_images_after_resume.py",
     ),
     KnownIssue(
         "core-eagle-first-window",
@@ -517,6 +523,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         None,
         "With EAGLE and a window's blocks shorter than the alignment, a hit shorter than the window is cut twice.",
+        "tests/bugs/core_eagle_first_window.py",
     ),
     KnownIssue(
         "core-eagle-unproven-hit",
@@ -524,6 +531,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         None,
         "With two or more windows that EAGLE reads, a hit that one has shortened isn't proved again to the others.",
+        "tests/bugs/core_eagle_unproven_hit.py",
     ),
     KnownIssue(
         "core-second-full-group-not-cut",
@@ -531,6 +539,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.29.0",
         "Of two full-attention layouts only the first one's row is cut to the hit; the other's stays longer.",
+        "vllm#52828",
     ),
     KnownIssue(
         "core-eagle-window-unregistered",
@@ -538,6 +547,7 @@ KNOWN_ISSUES = (
         "0.22.1",
         "0.23.0",
         "With EAGLE and a window's blocks shorter than the alignment, the block that proves a hit isn't registered.",
+        "tests/test_core_machine.py",
     ),
     KnownIssue(
         "core-window-freed-too-early",
@@ -545,6 +555,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.26.0",
         "Blocks that leave a window are released on the basis of what is scheduled: a step in flight still reads them.",
+        "vllm#47728",
     ),
     KnownIssue(
         "core-external-evicts-hits",
@@ -552,6 +563,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.24.0",
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
+        "vllm#44409",
     ),
     KnownIssue(
         "offload-in-flight-is-a-miss",
@@ -559,6 +571,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.21.0",
         "A chunk whose store is in flight isn't there, instead of being there soon.",
+        "tests/test_offload_index.py",
     ),
     KnownIssue(
         "offload-arc-gives-up",
@@ -566,6 +579,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.30.0",
         "ARC refuses a store when no chunk used again can go, although one used once can.",
+        "vllm#55461",
     ),
     KnownIssue(
         "offload-skip-reading-ignored",
@@ -573,6 +587,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.24.0",
         "A request that may not read the prefix cache is given a hit in the CPU tier.",
+        "vllm#44592",
     ),
     KnownIssue(
         "offload-readmit-with-store-in-flight",
@@ -580,6 +595,7 @@ KNOWN_ISSUES = (
         "0.21.0",
         "0.24.0",
         "A request is looked up while its stores are in flight; if it has a hit, its load is refused.",
+        "vllm#46014",
     ),
     KnownIssue(
         "offload-group-sizes-null",
@@ -587,6 +603,7 @@ KNOWN_ISSUES = (
         "0.20.2",
         "0.22.1",
         "The sizes of a store count blocks that have left the window.",
+        "vllm#42945",
     ),
     KnownIssue(
         "offload-stale-window-block",
@@ -594,6 +611,7 @@ KNOWN_ISSUES = (
         "0.21.0",
         "0.23.0",
         "A block that has left a window is stored as the request's after it was given to another.",
+        "tests/test_offload_index.py",
     ),
     KnownIssue(
         "offload-window-assert",
@@ -601,6 +619,7 @@ KNOWN_ISSUES = (
         "0.21.0",
         "0.27.1",
         "A load into a window that begins inside a block is refused.",
+        "vllm#48911",
     ),
     KnownIssue(
         "offload-reset-keeps-jobs",
@@ -608,6 +627,7 @@ KNOWN_ISSUES = (
         "0.22.1",
         "0.26.0",
         "After a reset a request still waits for jobs that won't be reported.",
+        "vllm#48102",
     ),
     KnownIssue(
         "offload-abort-never-scheduled",
@@ -615,6 +635,7 @@ KNOWN_ISSUES = (
         "0.26.0",
         "0.27.1",
         "What an aborted request hasn't computed is stored, or asserted to have blocks.",
+        "vllm#49118",
     ),
     KnownIssue(
         "offload-last-slot-stored",
@@ -622,6 +643,7 @@ KNOWN_ISSUES = (
         "0.26.0",
         "0.30.0",
         "The slot of the last token said, which is never computed, is stored.",
+        "vllm#54193",
     ),
     KnownIssue(
         "offload-final-store-lost",
@@ -629,6 +651,7 @@ KNOWN_ISSUES = (
         "0.26.0",
         "0.27.1",
         "A request whose earlier stores are reported as it ends is forgotten before its last chunks are offered.",
+        "tests/test_offload_index.py",
     ),
     KnownIssue(
         "offload-second-reset",
@@ -636,6 +659,7 @@ KNOWN_ISSUES = (
         "0.22.1",
         None,
         "Resetting again before a step has flushed the jobs of the first reset is refused.",
+        "tests/bugs/offloading_second_reset.py",
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""

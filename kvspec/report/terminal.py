@@ -21,7 +21,9 @@ from kvspec.events import (
     WorkerReady,
 )
 from kvspec.findings import Finding
+from kvspec.known import Issue
 from kvspec.laws import LAWS
+from kvspec.model import CLAUSES
 
 PLAIN_INTERVAL_S = 10.0
 """Without a terminal, a run says how far it is as often as this."""
@@ -120,7 +122,7 @@ class Terminal:
             self._say(Text(f"{now_s - self._started_s:.0f} s: {self._so_far()}"))
 
     def _so_far(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
+        counts = ", ".join(f"{count} {name}" for name, count in self._counts.items() if count or name == "histories")
         return counts + f", {self._findings} finding{'s' * (self._findings != 1)}"
 
     def _say(self, *lines: Text) -> None:
@@ -142,6 +144,9 @@ def finding_lines(reported: Reported) -> Iterator[Text]:
     )
     if law := LAWS.get(key.law):
         yield Text(f"  law: {law.sentence}", "italic")
+    elif clause := CLAUSES.get(key.law):
+        yield Text(f"  clause: {clause.sentence}", "italic")
+        yield Text(f"  source: {clause.source}", "italic")
     yield Text(f"  seen: {finding.record.message}")
     yield from (Text(f"  {line}") for line in _history_lines(finding))
     yield Text(f"  replay: kvspec replay {reported.path}", "cyan")
@@ -150,7 +155,7 @@ def finding_lines(reported: Reported) -> Iterator[Text]:
 
 def _history_lines(finding: Finding) -> Iterator[str]:
     ops, ops_original = len(finding.history.ops), len(finding.original.ops)
-    how = "shortest history" if ops < ops_original else "history, not shortened"
+    how = "shortest history" if finding.record.shortened else "history, to be shortened further by the next run"
     yield f"{how}, {ops} op{'s' * (ops != 1)} (first seen with {ops_original}):"
     yield from (f"  {line}" for line in finding.story())
 
@@ -172,23 +177,18 @@ def verdict_lines(verdict: Verdict) -> Iterator[Text]:
     yield from _missing_lines(verdict.missing)
     for reported in verdict.findings:
         yield Text(f"  finding {_summary(reported)}: kvspec replay {reported.path}", "red")
-    for reported in verdict.known:
-        assert reported.issue is not None
-        yield Text(
-            f"  known issue {reported.issue.id} ({reported.issue.reference}), {_seen(reported)}: "
-            f"{reported.issue.title}",
-            "yellow",
-        )
+    for issue, seen in known_issues(verdict).values():
+        yield Text(f"  known issue {issue.id} ({issue.reference}), {_seen(seen)}: {issue.title}", "yellow")
+    for sentence in verdict.ignored:
+        yield Text(f"  ignored: {sentence}", "yellow")
     for finding in verdict.gone:
         yield Text(f"  FIXED {finding.key.slug}: its history no longer shows {finding.key.law}", "green")
 
 
 def _count_lines(verdict: Verdict) -> Iterator[str]:
     total = verdict.total
-    yield (
-        f"{total.histories} histories, {total.steps} engine steps, "
-        f"{total.stores} blocks stored, {total.loads} loaded; {total.reruns} histories run twice"
-    )
+    blocks = f", {total.stores} blocks stored, {total.loads} loaded" if total.stores or total.loads else ""
+    yield f"{total.histories} histories, {total.steps} steps{blocks}; {total.reruns} histories run twice"
     if total.steps and total.engine_wall_s:
         yield f"{1000 * total.engine_wall_s / total.steps:.2f} ms per engine step, the simulated device included"
     reached = sorted(total.reached.items(), key=lambda item: -item[1])
@@ -204,11 +204,21 @@ def _missing_lines(missing: dict[str, str]) -> Iterator[Text]:
     yield Text("  give it a longer --budget (or more --histories)", "yellow")
 
 
+def known_issues(verdict: Verdict) -> dict[str, tuple[Issue, int]]:
+    """Return each known issue once, with the histories that showed it; it may break more than one law."""
+    known: dict[str, tuple[Issue, int]] = {}
+    for reported in verdict.known:
+        assert reported.issue is not None
+        before = known.get(reported.issue.id, (reported.issue, 0))[1]
+        known[reported.issue.id] = reported.issue, before + reported.histories
+    return known
+
+
 def _summary(reported: Reported) -> str:
-    return f"{reported.finding.key.law} ({len(reported.finding.history.ops)} ops, {_seen(reported)})"
+    return f"{reported.finding.key.law} ({len(reported.finding.history.ops)} ops, {_seen(reported.histories)})"
 
 
-def _seen(reported: Reported) -> str:
-    if not reported.histories:
+def _seen(histories: int) -> str:
+    if not histories:
         return "seen in its stored history"
-    return f"seen in {reported.histories} histor{'y' if reported.histories == 1 else 'ies'}"
+    return f"seen in {histories} histor{'y' if histories == 1 else 'ies'}"

@@ -134,6 +134,7 @@ class Target(Protocol):
 
 TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
+    "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
 }
 
 
@@ -157,8 +158,9 @@ def parse_target(name: str) -> tuple[str, str | None]:
 
 
 def load_target(name: str) -> Target:
-    """Return the target, in a process whose ``sys.path`` has its release first."""
-    parse_target(name)
+    """Return the target, in a process whose ``sys.path`` has its release first. KvspecError if it has no engine."""
+    if parse_target(name)[0] == "vllm-core":
+        raise KvspecError(f"{name} is compared with the model, call by call: it has no engine.")
     from kvspec.targets.vllm.simple import SimpleOffloadTarget
 
     return SimpleOffloadTarget(name)

@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 RawHash = bytes
@@ -43,6 +44,13 @@ def release() -> str:
     from importlib.metadata import version
 
     return version("vllm")
+
+
+def own_files() -> tuple[str, ...]:
+    """Return the directories of the target's files."""
+    import vllm
+
+    return (str(Path(vllm.__file__).parent),)
 
 
 @functools.cache

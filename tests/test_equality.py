@@ -1,0 +1,172 @@
+"""The target ``vllm-core`` in the gate: its machine, its histories as data, and what known issues do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+from msgspec.structs import replace
+
+from kvspec.history import read_history, story
+from kvspec.history.minimise import minimise
+from kvspec.known import load_known
+from kvspec.laws import CRASH
+from kvspec.model.groups import Group, Kind
+from kvspec.model.ops import (
+    Allocate,
+    Arrive,
+    CacheSetup,
+    CoreHistory,
+    Evict,
+    Find,
+    Free,
+    PoolSetup,
+    Register,
+    Schedule,
+    Touch,
+)
+from kvspec.model.pool import BlockPool
+from kvspec.model.profile import KNOWN_ISSUES
+from kvspec.ops import history_to_json
+from kvspec.search import SETTINGS, load_suite
+from strategies.equality import EqualityWorld, run_history
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
+
+POOL = CoreHistory("vllm-core", PoolSetup(), (Allocate(3), Free(count=2), Touch(count=2), Allocate(9)))
+CACHE = CoreHistory("vllm-core", CacheSetup(), (Arrive(shared=3, tail=1), Schedule(tokens=40), Arrive(shared=3)))
+
+
+def run_machine(histories: int) -> list[tuple[EqualityWorld, Any]]:
+    """Return what the machine's histories showed; the same each time."""
+    seen: list[tuple[EqualityWorld, Any]] = []
+    suite = load_suite("vllm-core")
+    machine = type("Machine", (suite.machine,), {"sink": staticmethod(lambda *ended: seen.append(ended))})
+    profile = settings(SETTINGS, max_examples=histories, stateful_step_count=suite.rules_max)
+    run_state_machine_as_test(seed(1)(machine), settings=profile)
+    return seen
+
+
+def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any) -> None:
+    seen = run_machine(150)
+    known = {issue.id for issue in KNOWN_ISSUES}
+    assert {v.frame for _, outcome in seen for v in outcome.violations} <= known
+    reached = {event for _, outcome in seen for event in outcome.reached}
+    assert reached >= load_suite("vllm-core").machine.REQUIRED  # type: ignore[attr-defined]
+    assert sum(outcome.steps for _, outcome in seen) > 10_000
+
+
+def test_a_history_of_the_machine_runs_again_as_it_ran(target: Any) -> None:
+    for world, outcome in run_machine(12):
+        again = run_history(read_history(history_to_json(world.history())))  # type: ignore[arg-type]
+        assert again == outcome
+
+
+@pytest.mark.parametrize("history", [POOL, CACHE], ids=["pool", "cache"])
+def test_histories_go_to_json_and_back(history: CoreHistory) -> None:
+    assert read_history(history_to_json(history)) == history
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"level": "disk"}', "there is no level 'disk'; there are engine and core"),
+        (b"[]", "not a history"),
+        (history_to_json(replace(POOL, format=9)), "history format 9; this kvspec reads format 1"),
+        (history_to_json(replace(POOL, ops=(Arrive(),))), "op 0: a PoolSetup has no Arrive"),
+        (history_to_json(replace(CACHE, ops=(Find(),))), "op 0: a CacheSetup has no Find"),
+        (history_to_json(POOL).replace(b'"count"', b'"cuont"'), "unknown field `cuont`"),
+    ],
+)
+def test_what_is_no_history_is_refused_with_a_reason(data: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_history(data)
+
+
+def test_a_story_names_the_groups_and_leaves_out_what_is_as_usual() -> None:
+    setup, first, second, third = story(CACHE)
+    assert setup.startswith("cache: groups full in blocks of 4, blocks 14, caching")
+    assert [first, second, third] == ["1. arrive: shared 3, tail 1", "2. schedule: tokens 40", "3. arrive: shared 3"]
+
+
+@pytest.fixture
+def defect(target: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]:
+    """Replace a method of the model's pool."""
+
+    def plant(name: str, method: Any) -> None:
+        monkeypatch.setattr(BlockPool, name, method)
+
+    return plant
+
+
+def test_a_difference_names_its_clause_and_what_both_say(defect: Callable[[str, Any], None]) -> None:
+    defect("usage", lambda pool: 0.5)
+    (violation,) = run_history(POOL).violations
+    assert (violation.law, violation.op, violation.frame) == ("POOL-8", "start", "")
+    assert violation.message == "the model says 0.5, the implementation 0.0"
+
+
+def test_of_two_lists_only_the_first_item_that_differs_is_told(defect: Callable[[str, Any], None]) -> None:
+    defect("_initial_queue", lambda pool: [2, 1, *range(3, len(pool.blocks))])
+    (violation,) = run_history(POOL).violations
+    assert violation.message == "[0]: the model says 2, the implementation 1"
+
+
+def test_an_exception_of_the_implementation_is_a_crash_where_it_raised(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.block_pool import BlockPool as RealPool
+
+    original = RealPool.touch
+    source = compile("def touch(pool, blocks):\n    raise KeyError(7)", original.__code__.co_filename, "exec")
+    names: dict[str, Any] = {}
+    exec(source, names)
+    monkeypatch.setattr(RealPool, "touch", names["touch"])
+    history = replace(POOL, ops=(Allocate(2), Touch(held=1)))
+    (violation,) = run_history(history).violations
+    assert (violation.law, violation.frame) == (CRASH, "v1/core/block_pool.py:touch")
+
+
+def test_a_difference_is_minimised_to_the_ops_that_it_needs(defect: Callable[[str, Any], None]) -> None:
+    original = BlockPool.register
+
+    def register(pool: Any, text: Any, table: Any, first: int, end: int, *rest: Any) -> None:
+        original(pool, text, table, first, min(end, first + 1), *rest)
+
+    defect("register", register)
+    ops = (Allocate(2), Find(), Touch(), Allocate(1), Register(count=2, nulls=-1), Find(), Free())
+    history = replace(POOL, ops=ops)
+    (violation,) = run_history(history).violations
+    short = minimise(history, lambda one: [v.law for v in run_history(one).violations] == [violation.law])  # type: ignore[arg-type]
+    assert [type(op) for op in short.ops] == [Allocate, Register]
+
+
+TWO_CUTS = CoreHistory(
+    "vllm-core",
+    CacheSetup((Group(Kind.FULL, 4), Group(Kind.SLIDING_WINDOW, 2, 9, eagle=True)), blocks=60),
+    (Arrive(6, 1), Schedule(tokens=40), Evict(11), Arrive(3, 0), Schedule(1, tokens=40)),
+)
+"""Shows core-eagle-first-window, which every release has."""
+
+
+def test_known_issues_are_kept_out_of_the_way_or_named_as_the_cause(target: Any) -> None:
+    assert not run_history(TWO_CUTS).violations
+    in_the_open = replace(TWO_CUTS, setup=replace(TWO_CUTS.setup, avoids_known=False))  # type: ignore[type-var]
+    (violation,) = run_history(in_the_open).violations
+    assert (violation.law, violation.op, violation.frame) == ("HIT-2", "schedule", "core-eagle-first-window")
+
+
+def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callable[[str, Any], None]) -> None:
+    defect("usage", lambda pool: 0.5)
+    (violation,) = run_history(replace(POOL, setup=PoolSetup(avoids_known=False))).violations
+    assert violation.frame == ""
+
+
+def test_known_issues_of_the_model_are_listed_like_all_others() -> None:
+    listed = {issue.id: issue for issue in load_known() if issue.target == "vllm-core"}
+    assert listed.keys() == {issue.id for issue in KNOWN_ISSUES}
+    assert listed["core-double-release"].releases == ">=0.20.2,<0.24.0"
+    assert listed["core-eagle-first-window"].releases == ">=0.20.2"
