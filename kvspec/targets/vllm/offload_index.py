@@ -580,22 +580,21 @@ def _watched(connector: Any, name: str, describe: Callable[..., tuple[Any, ...]]
         except Exception as error:
             observe(name, error, *told)
             raise
-        observe(name, _plain(answer), *told)
+        observe(name, plan_of(answer) if name == "build_connector_meta" else answer, *told)
         return answer
 
     return watched
 
 
-def _plain(answer: Any) -> Any:
-    if hasattr(answer, "load_jobs"):
-        loads = [_transfer(job, entry) for job, entry in answer.load_jobs.items()]
-        stores = [_transfer(job, entry) for job, entry in answer.store_jobs.items()]
-        return Plan(loads, stores, set(answer.jobs_to_flush or ()))
-    if hasattr(answer, "reqs_to_load"):
-        loads = [_transfer_of_specs(-1, name, *specs) for name, specs in answer.reqs_to_load.items()]
-        stores = [_transfer_of_specs(-1, name, *specs) for name, specs in answer.reqs_to_store.items()]
-        return Plan(loads, stores, set(answer.reqs_to_flush or ()))
-    return answer
+def plan_of(metadata: Any) -> Plan:
+    """Return the plan that is in a step's metadata."""
+    if hasattr(metadata, "reqs_to_load"):  # 0.20
+        loads = [_transfer_of_specs(-1, name, *specs) for name, specs in metadata.reqs_to_load.items()]
+        stores = [_transfer_of_specs(-1, name, *specs) for name, specs in metadata.reqs_to_store.items()]
+        return Plan(loads, stores, set(metadata.reqs_to_flush or ()))
+    loads = [_transfer(job, entry) for job, entry in metadata.load_jobs.items()]
+    stores = [_transfer(job, entry) for job, entry in metadata.store_jobs.items()]
+    return Plan(loads, stores, set(metadata.jobs_to_flush or ()))
 
 
 def _transfer(job: int, entry: Any) -> Transfer:
