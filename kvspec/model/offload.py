@@ -182,7 +182,8 @@ class Offloader:
         """LOOKUP-1. A request that may not read the prefix cache finds nothing; one with transfers in flight is asked
         again later.
 
-        Returns the tokens beyond ``local``, those found on the GPU, that can be loaded; None to ask again.
+        Returns the tokens beyond ``local``, those found on the GPU, that can be loaded; None to ask again. Up to
+        0.20.2, where transfers have no number, a load doesn't wait for stores.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler.get_num_new_matched_tokens.
@@ -190,7 +191,7 @@ class Offloader:
         """
         request.table = [[] for _ in self.groups]
         self._restart(request)
-        if request.jobs:
+        if request.jobs and self.profile.jobs_by_number:
             return None
         self.refresh_keys(request)
         request.local = local
