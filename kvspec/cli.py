@@ -1,5 +1,6 @@
-"""The command line: gate, replay, measure, known, release."""
+"""The command line: gate, replay, measure, known, spec; bench and release have files of their own."""
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -8,51 +9,56 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from msgspec.structs import replace
-from rich.console import Console
 from rich.text import Text
 
 from kvspec import __version__, releases
+from kvspec.cli_bench import bench
 from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, seconds, split_target
+from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
-from kvspec.report.terminal import StdoutConsole, Terminal
+from kvspec.report.terminal import PipeConsole, StdoutConsole, Terminal
+from kvspec.spec import FORMATS, collect, render
 
 DEFAULT_TARGET = "vllm-simple"
 
 
-class Duration(click.ParamType[float]):
-    """A time such as 60s, 2m or 1h, in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds, or fail with a sentence."""
-        try:
-            return seconds(str(value))
-        except KvspecError as error:
-            self.fail(str(error), param, ctx)
+class ReaderGone(Exception):
+    """Whoever read stdout or stderr has gone."""
 
 
-known_option = click.option(
-    "--known",
-    "known_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Known issues of your own, beside those that come with kvspec.",
-)
+@contextlib.contextmanager
+def _reader_may_go() -> Iterator[None]:
+    """Hide a broken pipe from click, which would exit with status 1, and that means a finding."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """A group whose commands, and their help, may lose their reader."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> click.Context:
+        with _reader_may_go():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader_may_go():
+            return super().invoke(ctx)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvspec")
 def cli() -> None:
     """Check KV-cache offload of real engines against laws and an executable model, without a GPU.
@@ -63,7 +69,9 @@ def cli() -> None:
       kvspec gate                                 search the vLLM that is importable (a checkout, a fork)
       kvspec replay .kvspec/findings/FINDING      run the history of a finding again
       kvspec measure                              what an engine step costs, beside vLLM alone
+      kvspec bench --seeds 3 --budget 60s         how surely known bugs and planted defects are found
       kvspec known                                confirmed bugs that the gate doesn't fail on
+      kvspec spec --clause POOL-2                 what a clause or a law says, and what checks it
       kvspec release install 0.33.0               fetch a release ahead of time
 
     `kvspec COMMAND --help` says more.
@@ -168,7 +176,7 @@ def _prepared(target: str) -> Prepared:
     with ExitStack() as stack:
 
         def progress(version: str) -> releases.Progress:
-            return stack.enter_context(InstallProgress(version, Console(stderr=True)))
+            return stack.enter_context(InstallProgress(version, PipeConsole(stderr=True)))
 
         return prepare(target, progress)
 
@@ -239,7 +247,9 @@ def measure(target: str, histories: int, seed: int) -> int:
         raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
     prepared = _prepared(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
-    return 2 if subprocess.run(command, env=prepared.environment).returncode else 0
+    done = subprocess.run(command, env=prepared.environment, stdout=subprocess.PIPE, text=True)
+    click.echo(done.stdout, nl=False)
+    return 2 if done.returncode else 0
 
 
 @cli.command()
@@ -274,35 +284,99 @@ def known(known_file: Path | None) -> None:
         click.echo(f"    {issue.target} {covered or 'all releases'}: {issue.law}, op {issue.op}, frame {issue.frame}")
 
 
+@cli.command()
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(FORMATS),
+    help="How to write it.  [default: html if FILE ends in .html, else markdown]",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.  [default: stdout]"
+)
+@click.option("--clause", metavar="ID", help="Only this clause or law, such as POOL-2.")
+def spec(format_: str | None, output: Path | None, clause: str | None) -> None:
+    """Write the specification: the clauses of the model and the laws, release by release.
+
+    It is made from the code: the sentences are the model's docstrings, and the tests that check a clause are
+    found in the source, where kvspec runs from a clone. The page needs nothing else, and works offline.
+
+    \b
+    Examples:
+      kvspec spec --clause POOL-2
+      kvspec spec --output specification.html
+      kvspec spec --format markdown | less
+    """
+    format_ = format_ or ("html" if output and output.suffix in (".html", ".htm") else "markdown")
+    page = collect()
+    text = render(page.only(clause) if clause else page, format_)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvspecError(f"{output} can't be written: {error.strerror or error}.") from error
+
+
+cli.add_command(bench)
 cli.add_command(release)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, and exit with its status. Errors that a person can mend are one sentence."""
+    _open_missing_streams()
     try:
-        status = cli.main(arguments, prog_name="kvspec", standalone_mode=False)
+        status = _status(arguments)
         sys.stdout.flush()
+    except (ReaderGone, BrokenPipeError):
+        status = _without_reader()
+    sys.exit(status)
+
+
+def _status(arguments: Sequence[str] | None) -> int:
+    try:
+        return cli.main(arguments, prog_name="kvspec", standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()
-        status = error.exit_code
+        return error.exit_code
     except KvspecError as error:
         click.echo(f"Error: {error}", err=True)
-        status = 2
+        return 2
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted.", err=True)
-        status = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
-        click.echo("kvspec: whoever read the output has gone, so it stopped.", err=True)
-        status = 141
+        return 130
+    except ReaderGone:
+        raise
     except Exception:
         traceback.print_exc()
         click.echo(
             f"This is a bug of kvspec {__version__}. Please report it with the traceback and your command.",
             err=True,
         )
-        status = 2
-    sys.exit(status)
+        return 2
+
+
+def _without_reader() -> int:
+    """Say on stderr, if that is still read, why it ends, and leave nothing to flush at exit. Returns the status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    try:
+        click.echo("kvspec: whoever read the output has gone, so it stopped.", err=True)
+    except BrokenPipeError:
+        os.dup2(nowhere, sys.stderr.fileno())
+    return 141
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started with stdout or stderr closed the null device there.
+
+    Else the next file that is opened would get the stream's number, and what is printed would end up in it.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from kvspec import releases
 from kvspec.errors import KvspecError
 from kvspec.releases import KNOWN_GOOD, Phase
+from kvspec.report.terminal import PipeConsole
 
 PLAIN_INTERVAL_S = 5.0
 """Without a terminal, a download says how far it is as often as this."""
@@ -140,7 +141,7 @@ def install(versions: tuple[str, ...], force: bool) -> None:
       kvspec release install 0.23.0 0.28.0 0.33.0
       kvspec release install --force 0.33.0
     """
-    console = Console(stderr=True)
+    console = PipeConsole(stderr=True)
     for version in versions:
         with InstallProgress(version, console) as progress:
             directory = releases.install(version, progress, force=force)

@@ -5,6 +5,7 @@ own. The parent hands them on to the handlers in ``kvspec.report``, adds its own
 """
 
 from collections import Counter
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -41,6 +42,52 @@ class ReplayJob(Job, frozen=True, kw_only=True):
     """Run one history, twice."""
 
     history: AnyHistory
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kind of finding that counts as a bug being found. Patterns as in a shell."""
+
+    law: str
+    op: str = "*"
+    frame: str = "*"
+
+    def matches(self, key: Key) -> bool:
+        """Whether a finding is of this kind."""
+        pairs = ((key.law, self.law), (key.op, self.op), (key.frame, self.frame))
+        return all(fnmatchcase(text, pattern) for text, pattern in pairs)
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bug that a trial looks for."""
+
+    name: str
+    counts: tuple[Counts, ...]
+    events: tuple[str, ...] = ()
+    """Events without which it can't show."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One seed of a target's machine, until all that is wanted was found or the budget is used up."""
+
+    seed: int
+    budget_cpu_s: float
+    wanted: tuple[Wanted, ...]
+    ablation: str = ""
+    """What the machine has to do without; see ``kvspec.trial.ABLATIONS``."""
+    defect: str = ""
+    """A planted defect, by name."""
+    to_the_end: bool = False
+    """Use the whole budget, whatever is found."""
+
+
+class TrialJob(Job, frozen=True, kw_only=True):
+    """Run trials, one after the other."""
+
+    trials: list[Trial]
+    known: list[Issue]
+    """Failures that count only for the bug of the same name."""
+    defects: str
+    """Directory of the registry of planted defects."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -128,6 +175,68 @@ class Replayed(Event, frozen=True, kw_only=True):
         return self.traces[0] == self.traces[1]
 
 
+class TrialStarted(Event, frozen=True, kw_only=True):
+    """A worker begins a trial of its job."""
+
+    job: int
+    trial: int
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial has done. CPU seconds are without imports, reruns and minimisation."""
+
+    cpu_s: float = 0.0
+    histories: int = 0
+    steps: int = 0
+    """Engine steps."""
+    reached: dict[str, int] = {}
+
+
+class Unreachable(Event, frozen=True, kw_only=True):
+    """A trial doesn't look for something, since the machine never makes the events that it needs."""
+
+    job: int
+    trial: int
+    wanted: str
+    events: list[str]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A kind of finding that a trial has seen."""
+
+    key: Key
+    histories: int
+    issue: str
+    """The known issue that it is, or nothing."""
+
+
+class Sighted(Event, frozen=True, kw_only=True):
+    """A trial has found what was wanted, and made it short."""
+
+    job: int
+    trial: int
+    wanted: str
+    effort: Effort
+    """Until it was found."""
+    key: Key
+    message: str
+    ops_first: int
+    """Ops of the history in which it was seen first."""
+    history: AnyHistory
+    """The short one."""
+    seen: list[Seen]
+    """All that was broken until then."""
+
+
+class TrialDone(Event, frozen=True, kw_only=True):
+    """A trial has ended."""
+
+    job: int
+    trial: int
+    effort: Effort
+    seen: list[Seen]
+
+
 class WorkerFailed(Event, frozen=True, kw_only=True):
     """A worker can't go on. ``details`` is a traceback or the end of its log."""
 
@@ -150,6 +259,10 @@ WorkerEvent = (
     | FindingFound
     | Nondeterminism
     | Replayed
+    | TrialStarted
+    | Unreachable
+    | Sighted
+    | TrialDone
     | WorkerFailed
     | WorkerDone
 )

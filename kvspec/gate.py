@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +149,10 @@ def run_gate(prepared: Prepared, plan: Plan, emit: Callable[[Event], None]) -> V
             histories_max=plan.histories_max,
         )
     )
-    with Workers(prepared.environment) as workers:
-        for event in workers.events(_search_jobs(prepared, plan, tally.stored, workers.directory)):
+    with Workers() as workers:
+        for job in _search_jobs(prepared, plan, tally.stored, workers.directory):
+            workers.start(job, prepared.environment)
+        for event in workers.events():
             emit(event)
             for reported in tally.take(event):
                 emit(reported)
@@ -192,8 +194,9 @@ def replay_history(prepared: Prepared, history: AnyHistory) -> Replayed:
     """Run one history in a process of its own. KvspecError if that fails."""
     job = ReplayJob(job=0, target=prepared.target, release_path=prepared.release_path, history=history)
     answer = None
-    with Workers(prepared.environment) as workers:
-        for event in workers.events([job]):
+    with Workers() as workers:
+        workers.start(job, prepared.environment)
+        for event in workers.events():
             if isinstance(event, WorkerFailed):
                 raise KvspecError("\n".join(filter(None, (event.message, event.details))))
             answer = event if isinstance(event, Replayed) else answer
@@ -292,10 +295,10 @@ class Tally:
 class Workers:
     """The child processes of a run, and what they say. Leaving the context leaves no process behind."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self.interrupts = 0
-        self._environment = environment
         self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
         self._handlers: dict[int, signal._HANDLER] = {}
         self._stopping = False
 
@@ -310,6 +313,7 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._selector.close()
         for worker in self._workers:
             worker.kill()
             os.close(worker.pipe)
@@ -331,29 +335,30 @@ class Workers:
             for worker in self._workers:
                 worker.kill()
 
-    def events(self, jobs: Sequence[Job]) -> Iterator[WorkerEvent | Interrupted]:
-        """Start the workers; yield what they say, and if there was an interrupt, until all have ended."""
-        said = False
-        for job in jobs:
-            self._workers.append(_Worker(job, self._environment, Path(self.directory) / f"{job.job}.log"))
-        if self._stopping:  # a signal came while one was starting, when it wasn't in the list
-            self.stop()
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.pipe, selectors.EVENT_READ, worker)
-            while selector.get_map():
-                for ready, _ in selector.select(TICK_S):
-                    yield from self._read(selector, ready.data)
-                if self.interrupts and not said:
-                    said = True
-                    yield Interrupted()
+    def start(self, job: Job, environment: dict[str, str]) -> None:
+        """Start a worker; that may also be done while its siblings' events are taken."""
+        worker = _Worker(job, environment, Path(self.directory) / f"{job.job}.log")
+        self._workers.append(worker)
+        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+        if self._stopping:  # a signal came while it was starting, when it wasn't in the list
+            worker.process.terminate()
 
-    def _read(self, selector: selectors.BaseSelector, worker: "_Worker") -> Iterator[WorkerEvent]:
+    def events(self) -> Iterator[WorkerEvent | Interrupted]:
+        """Yield what the workers say, and if there was an interrupt, until all have ended."""
+        said = False
+        while self._selector.get_map():
+            for ready, _ in self._selector.select(TICK_S):
+                yield from self._read(ready.data)
+            if self.interrupts and not said:
+                said = True
+                yield Interrupted()
+
+    def _read(self, worker: "_Worker") -> Iterator[WorkerEvent]:
         data = os.read(worker.pipe, 1 << 16)
         if data:
             yield from worker.received(data)
             return
-        selector.unregister(worker.pipe)
+        self._selector.unregister(worker.pipe)
         failure = worker.ended()
         if failure and not self._stopping:
             yield failure

@@ -43,7 +43,7 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if "@" in self.target:
             raise ValueError("field 'target' has a release; put that into 'releases'")
         try:
-            self._covers("0")
+            self.covers("0")
         except (InvalidSpecifier, InvalidVersion) as error:
             raise ValueError(f"field 'releases': {error}") from error
 
@@ -54,14 +54,15 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and fnmatchcase(key.law, self.law)
             and fnmatchcase(key.op, self.op)
             and fnmatchcase(key.frame, self.frame)
-            and (not self.releases or (bool(release) and self._covers(release)))
+            and (not self.releases or (bool(release) and self.covers(release)))
         )
 
-    def _covers(self, release: str) -> bool:
+    def covers(self, release: str) -> bool:
+        """Whether a release is among its releases."""
         version = Version(release)
         if isinstance(self.releases, str):
             return SpecifierSet(self.releases).contains(version, prereleases=True)
-        return version in [Version(text) for text in self.releases]
+        return not self.releases or version in [Version(text) for text in self.releases]
 
 
 def load_known(added: Path | None = None) -> list[Issue]:

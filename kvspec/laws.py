@@ -36,7 +36,7 @@ class Violation(NamedTuple):
 class PoolView(NamedTuple):
     """A block pool as it is between two steps.
 
-    ``refs[i]`` counts the references of block i; block ``null`` is never counted.
+    ``refs[i]`` counts the references of block i; block ``null`` (-1: none) is never counted.
     """
 
     name: str
@@ -71,8 +71,8 @@ DEVICE = _law(
 )
 PROGRESS = _law(
     "PROGRESS-1",
-    "With a device that makes progress, an engine gets rid of its requests, and then goes idle.",
-    "Otherwise clients wait for ever while nothing runs, or the engine works for nobody.",
+    "With a device that makes progress, an engine gets rid of its requests, begins its stores, and goes idle.",
+    "Otherwise clients wait for ever while nothing runs, or the engine works for nobody, or stores wait for a client.",
 )
 CONSERVE = _law(
     "CONSERVE-1",
@@ -81,7 +81,7 @@ CONSERVE = _law(
 )
 OWN = _law(
     "OWN-1",
-    "While a copy executes, both of its blocks are referenced, and neither is the null block.",
+    "While a copy executes, both of its blocks are held for it, and neither is the null block.",
     "A copy from or to a free block races with its next owner.",
 )
 INDEX = _law(
@@ -122,7 +122,7 @@ def pool_is_conserved(pool: PoolView) -> Iterator[str]:
     if len(free) != pool.free_count:
         yield f"the {pool.name} pool counts {pool.free_count} free blocks and its queue holds {len(free)}"
     refs = pool.refs
-    unreferenced = len(refs) - 1 - sum(1 for i, count in enumerate(refs) if count > 0 and i != pool.null)
+    unreferenced = sum(1 for i, count in enumerate(refs) if count <= 0 and i != pool.null)
     if len(free) == unreferenced == len(set(free)) and not any(refs[block] for block in free) and pool.null not in free:
         return
     queued = Counter(free)
@@ -155,18 +155,26 @@ def nothing_is_kept(kept: Mapping[str, int]) -> Iterator[str]:
         yield f"idle, but the connector still keeps (map: entries): {left}"
 
 
-def copy_is_owned(gpu: int, cpu: int, gpu_refs: int, cpu_refs: int, to_gpu: bool, rank: int) -> Iterator[str]:
-    """OWN-1. ``gpu`` and ``cpu`` are block ids, -1 if the address is in no block."""
+def stores_were_started(unstarted: int) -> Iterator[str]:
+    """PROGRESS-1, of an engine that has just gone idle."""
+    if unstarted:
+        yield f"idle, but {unstarted} planned stores were never begun: the engine waits for its next request"
+
+
+def copy_is_owned(
+    gpu: int, cpu: int, gpu_refs: int, cpu_refs: int, to_gpu: bool, rank: int, cpu_null: int | None = 0
+) -> Iterator[str]:
+    """OWN-1. ``gpu`` and ``cpu`` are block ids, -1 if the address is in no block; ``cpu_null`` None: no null block."""
     what = (
         f"load of CPU block {cpu} into GPU block {gpu}" if to_gpu else f"store of GPU block {gpu} into CPU block {cpu}"
     )
-    if gpu == 0 or cpu == 0:
+    if gpu == 0 or cpu == cpu_null:
         yield f"{what} on rank {rank} touches the null block"
     if gpu < 0 or cpu < 0:
         yield f"{what} on rank {rank} touches memory that is in no block"
     if gpu > 0 and gpu_refs <= 0:
         yield f"{what} executes on rank {rank} while GPU block {gpu} is free"
-    if cpu > 0 and cpu_refs <= 0:
+    if cpu >= 0 and cpu != cpu_null and cpu_refs <= 0:
         yield f"{what} executes on rank {rank} while CPU block {cpu} is free"
 
 

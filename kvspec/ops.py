@@ -17,7 +17,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_blocks: int = 11
     """Blocks of the GPU pool, the null block included."""
     cpu_blocks: int = 8
-    """Blocks of the CPU pool, the null block included."""
+    """Blocks of the CPU pool, the null block included; with OffloadingConnector, chunks (it has no null block)."""
     block_size: int = 4
     step_tokens: int = 16
     """Token budget of one engine step."""
@@ -35,6 +35,12 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV cache events."""
     priority: bool = False
     """Priority scheduling instead of first come, first served."""
+    blocks_per_chunk: int = 1
+    """OffloadingConnector: GPU blocks that are stored and loaded as one."""
+    eviction: str = "lru"
+    """OffloadingConnector: ``lru`` or ``arc``."""
+    prompt_only: bool = True
+    """OffloadingConnector: store what was asked, not what was generated."""
 
 
 class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag=str.lower):

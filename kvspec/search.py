@@ -112,7 +112,6 @@ class Search:
         self._emit = emit
         self._stopping = stopping
         self._release = implementation_version(job.target)
-        self._settings = settings(SETTINGS, stateful_step_count=suite.rules_max)
         self._count = 0
         self._done_keys: set[Key] = set()
         self._new: dict[Key, AnyHistory] = {}
@@ -154,10 +153,9 @@ class Search:
 
     def _round(self, number: int) -> None:
         """Let Hypothesis make histories until it has made a round, or one of them needs a closer look."""
-        digest = hashlib.sha256(f"{self._job.seed}:{self._job.job}:{number}".encode()).digest()
         machine = type(self._suite.machine.__name__, (self._suite.machine,), {"sink": staticmethod(self._ended)})
         try:
-            run_state_machine_as_test(seed(int.from_bytes(digest[:8]))(machine), settings=self._settings)
+            run_machine(machine, round_seed(self._job.seed, self._job.job, number), self._suite.rules_max)
         except _RoundOver:
             pass
         except (Flaky, FlakyStrategyDefinition) as error:
@@ -231,10 +229,7 @@ class Search:
         self._emit(FindingFound(job=self._job.job, finding=finding))
 
     def _minimised(self, key: Key, original: AnyHistory) -> tuple[AnyHistory, bool]:
-        """Minimise ops; then write the adversary's moves into them and minimise these, if that works.
-
-        Returns the history, and whether there was time enough for it.
-        """
+        """Return the shortest history found, and whether there was time enough to look for it."""
         cpu_max_s = time.process_time() + MINIMISE_CPU_S
         out_of_time = False
 
@@ -247,11 +242,7 @@ class Search:
         def shows(history: AnyHistory) -> bool:
             return self._shows(key, history)
 
-        short = minimise(original, shows, spent)
-        with_moves = pinned(short, self._suite.run(short).schedules)
-        if with_moves != short and not spent() and shows(with_moves):
-            short = minimise(with_moves, shows, spent)
-        return short, not out_of_time
+        return shortest(self._suite, original, shows, spent), not out_of_time
 
     def _shows(self, key: Key, history: AnyHistory) -> bool:
         return key in map(self._key, self._suite.run(history).violations)
@@ -286,6 +277,28 @@ class Search:
         self._since_s = time.monotonic()
 
 
+def round_seed(seed: int, job: int, number: int) -> int:
+    """Return the seed of a round of a worker: the same in every run, and unlike that of any other."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{job}:{number}".encode()).digest()[:8])
+
+
+def run_machine(machine: type[RuleBasedStateMachine], number: int, rules_max: int) -> None:
+    """Let Hypothesis make a round of histories from a seed; the machine's sink may leave it by a BaseException."""
+    profile = settings(SETTINGS, stateful_step_count=rules_max)
+    run_state_machine_as_test(seed(number)(machine), settings=profile)
+
+
+def shortest(
+    suite: Suite, original: AnyHistory, shows: Callable[[AnyHistory], bool], spent: Callable[[], bool]
+) -> AnyHistory:
+    """Minimise ops; then write the adversary's moves into them and minimise these, if that works."""
+    short = minimise(original, shows, spent)
+    with_moves = pinned(short, suite.run(short).schedules)
+    if with_moves == short or spent() or not shows(with_moves):
+        return short
+    return minimise(with_moves, shows, spent)
+
+
 def violation_key(target: str, violation: Any) -> Key:
     """Return what a violation is deduplicated by."""
     return Key(target=target, law=violation.law, op=violation.op, frame=violation.frame)
@@ -311,7 +324,7 @@ def _equality_suite(name: str) -> Suite:
 def _engine_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
-    from strategies.simple import MACHINES
+    from strategies.machines import MACHINES
 
     target = load_target(name)
     base = MACHINES[parse_target(name)[0]]

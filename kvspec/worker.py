@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from kvspec.errors import KvspecError
-from kvspec.events import Event, Replayed, ReplayJob, SearchJob, WorkerDone, WorkerFailed
+from kvspec.events import Event, Replayed, ReplayJob, SearchJob, TrialJob, WorkerDone, WorkerFailed
 from kvspec.releases import KNOWN_GOOD
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=SearchJob | ReplayJob)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=SearchJob | ReplayJob | TrialJob)
     os.set_inheritable(job.events_fd, False)
     with os.fdopen(job.events_fd, "wb") as pipe:
         emit = _writer(pipe)
@@ -64,9 +64,10 @@ def _writer(pipe: BinaryIO) -> Callable[[Event], None]:
     return emit
 
 
-def _work(job: SearchJob | ReplayJob, emit: Callable[[Event], None]) -> None:
+def _work(job: SearchJob | ReplayJob | TrialJob, emit: Callable[[Event], None]) -> None:
     check_import(job.target, job.release_path)
     from kvspec.search import Search, load_suite
+    from kvspec.trial import run_trials
 
     suite = load_suite(job.target)
     freeze_imports()
@@ -74,6 +75,8 @@ def _work(job: SearchJob | ReplayJob, emit: Callable[[Event], None]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _frame: stop_asked.append(number))
     if isinstance(job, SearchJob):
         Search(suite, job, emit, lambda: bool(stop_asked)).run()
+    elif isinstance(job, TrialJob):
+        run_trials(suite, job, emit, lambda: bool(stop_asked))
     else:
         emit(_replayed(suite, job))
 

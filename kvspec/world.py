@@ -27,7 +27,20 @@ from kvspec.laws import Violation
 from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, History, Op, Reset, Settle, Step
 from kvspec.targets import CopiedBlock, Engine, Plan, Target
 
-EVENTS = {
+OFFLOADING_EVENTS = {
+    "deferred lookup": "the connector asked to be asked again",
+    "chunk behind a local hit": "a load began inside a chunk, behind the blocks of it that the GPU had",
+    "preemption with a store in flight": "a request was preempted whose blocks were being stored",
+    "re-admission before the report": "a preempted request was looked up before its stores were reported",
+    "flush": "workers were told to finish a store before its blocks are reused",
+    "LRU eviction": "the LRU policy gave up a chunk",
+    "ARC eviction": "the ARC policy gave up a chunk",
+    "store refused": "the CPU tier had no room for a store: all of it was pinned",
+    "kernel copy": "a load was done by a kernel instead of a copy engine",
+}
+"""What only OffloadingConnector does, or tells of."""
+
+EVENTS = OFFLOADING_EVENTS | {
     "store": "blocks were stored in the CPU tier",
     "load": "a load from the CPU tier was started",
     "load finished": "a load ended and its request went on",
@@ -51,6 +64,7 @@ EVENTS = {
     "idle": "the engine went idle",
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
+    "abort before any schedule": "a request was aborted that had never been scheduled",
 }
 
 _ABORTS = {
@@ -120,10 +134,12 @@ class World:
         self._loads_due: Counter[tuple[str, int]] = Counter()
         self._first_report: dict[str, int] = {}
         self._lookups_open: set[str] = set()
+        self._admitted: set[str] = set()
         self._local_hit: dict[str, int] = {}
         self._names: dict[str, None] = {}
         self._preempted: set[str] = set()
         self._reset_victims: set[str] = set()
+        self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
         self._seen: set[tuple[str, str, str]] = set()
         self._tables: dict[str, set[int]] = {}
@@ -186,6 +202,8 @@ class World:
         if status is None:
             return
         self._reach(_ABORTS[status])
+        if op.request not in self._admitted:
+            self._reach("abort before any schedule")
         if op.in_step:
             self._reach("abort in step")
         self._engine.abort(op.request, op.in_step)
@@ -211,6 +229,7 @@ class World:
         else:
             self._reach("reset refused")
         if op.connector:
+            self._connector_reset = True
             self._cpu_index = dict(self._engine.cpu_index())
 
     def _settle(self, steps: int) -> None:
@@ -291,10 +310,13 @@ class World:
         if request in self._lookups_open:
             self._reach("lookup without allocation")
         self._lookups_open.add(request)
+        if external_tokens is None:
+            self._reach("deferred lookup")
         self._local_hit[request] = local_tokens
 
     def allocated(self, request: str, external_tokens: int) -> None:
         self._lookups_open.discard(request)
+        self._admitted.add(request)
         if external_tokens <= 0:
             return
         self._reach("load")
@@ -345,16 +367,20 @@ class World:
             self._reach("finish with stores in flight")
 
     def copied(self, block: CopiedBlock) -> None:
-        gpu_refs, cpu_refs = self._engine.block_refs(block.gpu, block.cpu)
-        if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu <= 0:
+        gpu_refs, cpu_refs = self._engine.copy_refs(block)
+        null = self._engine.cpu_null_block
+        if gpu_refs <= 0 or cpu_refs <= 0 or block.gpu <= 0 or block.cpu < 0 or block.cpu == null:
             self._break(
                 laws.OWN,
-                laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank),
+                laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank, null),
                 op="step",
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
         self._break(laws.SHADOW, [str(mismatch)], op="step")
+
+    def saw(self, event: str) -> None:
+        self._reach(event)
 
     # The end ----------------------------------------------------------------------------------------------------------
 
@@ -373,6 +399,8 @@ class World:
 
     def _drain(self) -> None:
         self._run_to_idle()
+        if self.alive:
+            self._break(laws.PROGRESS, laws.stores_were_started(self._engine.stores_unstarted()), place="stores")
         for kick in range(KICKS_MAX if self.alive else 0):
             if self._engine.polls_when_idle or not self._engine.transfers_outstanding():
                 break
@@ -388,7 +416,7 @@ class World:
             replayed = self._engine.events(tier)
             if replayed is not None:
                 found = laws.events_replay(tier, replayed, index, self._engine.describe_key)
-                self._break(laws.EVENTS, found, place=tier)
+                self._break(laws.EVENTS, found, place=f"{tier} after a reset" if self._connector_reset else tier)
 
     def _check_release(self) -> None:
         """An engine that sleeps with stores in flight (SimpleCPUOffload up to 0.29) may hold their blocks, and no

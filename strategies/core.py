@@ -168,10 +168,10 @@ def compare_pools(names: Names, model: BlockPool, actual: target.PoolState, clau
     """
     agree(clauses["references"], [block.references for block in model.blocks[1:]], actual.references[1:])
     agree(clauses["references"], sorted(model.queue), sorted(actual.queue))
+    agree(clauses["references"], len(model.queue), actual.free)
     if model.profile.null_has_no_references:
         agree("POOL-5", 0, actual.references[NULL])
     agree(clauses["queue"], model.queue, actual.queue)
-    agree(clauses["queue"], len(model.queue), actual.free)
     agree(
         clauses["hashes"],
         [(block.hash and names.of(block.hash), set(map(names.of, block.more_hashes))) for block in model.blocks],
@@ -441,6 +441,11 @@ _LIVE_MAX = 6
 """Requests at once."""
 
 
+def _needed_call(result: int, request: Request, slots: int, *rest: Any, capped: bool = False) -> target.Call:
+    del request, rest
+    return "needed", capped, slots, result
+
+
 def _register_call(
     result: None, text: Text, table: list[int], first: int, end: int, span: int, group: int, wanted: list[bool] | None
 ) -> target.Call:
@@ -483,9 +488,7 @@ class CachePair:
             events=True,
         )
         self.calls: list[target.Call] = []
-        self._record(
-            self.model, "blocks_needed", lambda result, request, slots, *rest, **more: ("needed", slots, result)
-        )
+        self._record(self.model, "blocks_needed", _needed_call)
         self._record(self.model.pool, "register", _register_call)
         self._record(
             self.model.pool, "register_tail", lambda result, text, block, tokens, group: ("tail", group, tokens)
@@ -634,15 +637,19 @@ class CachePair:
         """Compare whether a step was refused, and what was counted for that."""
         agree("ALLOC-1", isinstance(expect, Refused), isinstance(actual, Refused))
         counts = [[call for call in calls if call[0] == "needed"] for calls in (self.calls, self.real.calls)]
-        fresh = hit is not None and any(self.model.is_fresh(row, index) for index, row in enumerate(hit.blocks))
+        fresh = hit is not None and any(
+            row and group.kind is Kind.MAMBA and self.model.pool.blocks[row[-1]].hash in self.model.fresh
+            for group, row in zip(self.model.groups, hit.blocks, strict=True)
+        )
         clauses = ["NEED-2" if fresh else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
-        for clause, (_, slots, needed), (_, slots_actual, needed_actual) in zip(clauses, *counts, strict=False):
-            agree("ALLOC-4", slots, slots_actual)
-            agree(clause, needed, needed_actual)
+        for clause, expected, seen in zip(clauses, *counts, strict=False):
+            agree("ALLOC-3", expected[1], seen[1])
+            agree("ALLOC-4", expected[2], seen[2])
+            agree(clause, expected[3], seen[3])
         agree("ALLOC-3", len(counts[0]), len(counts[1]))
-        self._needed = counts[0][-1][2] if counts[0] else 0
+        self._needed = counts[0][-1][3] if counts[0] else 0
         watermark = self.setup.watermark_percent and request.waiting and not settings["reserved"]
         agree("ALLOC-2" if watermark else "ALLOC-8", expect is None, actual is None)
 
@@ -730,16 +737,16 @@ class CachePair:
 
     def cuts_twice(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-first-window can be why a hit is shorter than expected."""
-        return actual.tokens <= expect.tokens and any(
-            drops and self._cuts_twice(index) for index, drops in enumerate(self.model.drops)
-        )
+        if not any(drops and self._cuts_twice(index) for index, drops in enumerate(self.model.drops)):
+            return False
+        parts_alone = all(group.kind is not Kind.FULL for group in self.setup.groups)
+        return actual.tokens < expect.tokens or (actual[:2] == expect[:2] and parts_alone)
 
     def leaves_tail(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-second-full-group-not-cut can be why a row is longer than the hit."""
-        pairs = zip(self.setup.groups, expect.blocks, actual.blocks, strict=True)
-        return actual.tokens == expect.tokens and all(
-            seen[: len(row)] == row and (len(seen) == len(row) or group.kind is Kind.FULL) for group, row, seen in pairs
-        )
+        rows = zip(self.setup.groups, expect.blocks, actual.blocks, strict=True)
+        cut = [seen[: len(row)] if group.kind is Kind.FULL else seen for group, row, seen in rows]
+        return actual._replace(blocks=tuple(cut)) == expect
 
     def lacks_proof(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-unproven-hit can be why a hit is longer than expected."""

@@ -526,9 +526,9 @@ class IndexPair:
         """Raise Known if a known issue is why the connector has raised."""
         if call == "update_state_after_alloc" and "offload-window-assert" in self.avoid and self._is_long(*told):
             raise Known("offload-window-assert")
-        if call == "build_connector_meta" and "offload-abort-never-scheduled" in self.avoid:
-            if any(self.requests[name].aborted for name in told[0].finished):
-                raise Known("offload-abort-never-scheduled")
+        aborted = call == "build_connector_meta" and any(self.requests[name].aborted for name in told[0].finished)
+        if aborted and "offload-abort-never-scheduled" in self.avoid:
+            raise Known("offload-abort-never-scheduled")
         if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
 

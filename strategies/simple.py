@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from strategies.machine import Choices, OffloadMachine, setups
 
-from kvspec.ops import EngineSetup
-from kvspec.targets import Target
-from kvspec.world import Outcome, World
-from strategies.traffic import SEEDS, Mix, Traffic, mixes
-
-ADVERSARIES = st.sampled_from(["random", "random", "pct:1", "pct:3", "fair"])
-
-
-def setups() -> st.SearchStrategy[EngineSetup]:
-    """Draw a small engine: pools that a handful of requests can fill."""
-    return st.builds(
-        EngineSetup,
-        gpu_blocks=st.sampled_from([7, 9, 12]),
-        cpu_blocks=st.sampled_from([4, 7, 12, 20]),
-        step_tokens=st.sampled_from([6, 16, 48]),
-        running_max=st.sampled_from([2, 4]),
-        async_scheduling=st.booleans(),
-        runner_v2=st.booleans(),
-        ranks=st.sampled_from([1, 1, 1, 2]),
-        lazy=st.sampled_from([False, False, False, True]),
-        events=st.booleans(),
-        priority=st.sampled_from([False, False, True]),
-    )
+SETUPS: Choices = {
+    "gpu_blocks": (7, 9, 12),
+    "cpu_blocks": (4, 7, 12, 20),
+    "step_tokens": (6, 16, 48),
+    "running_max": (2, 4),
+    "async_scheduling": (False, True),
+    "runner_v2": (False, True),
+    "ranks": (1, 1, 1, 2),
+    "lazy": (False, False, False, True),
+    "events": (False, True),
+    "priority": (False, False, True),
+}
+"""Small engines: pools that a handful of requests can fill."""
 
 
-class Sink(Protocol):
-    """Gets every history that has ended. A machine without one fails with the first violation instead."""
+class SimpleOffloadMachine(OffloadMachine):
+    """SimpleCPUOffload: eager and lazy."""
 
-    def __call__(self, world: World, outcome: Outcome) -> None: ...
-
-
-class SimpleOffloadMachine(RuleBasedStateMachine):
-    """Bursts of traffic on one engine."""
-
+    SETUPS = SETUPS
+    setups = setups(SETUPS)
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
             "store",
@@ -65,30 +50,3 @@ class SimpleOffloadMachine(RuleBasedStateMachine):
             "step without a forward",
         }
     )
-    target: ClassVar[Target]
-    sink: ClassVar[Sink | None] = None
-
-    world: World | None = None
-
-    @initialize(setup=setups(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
-    def start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
-        self.world = World(self.target, setup, adversary, seed)
-        self.traffic = Traffic(setup, mix, self.world)
-
-    @rule(seed=SEEDS)
-    def burst(self, seed: int) -> None:
-        assert self.world is not None
-        for op in self.traffic.burst(seed):
-            self.world.apply(op)
-
-    def teardown(self) -> None:
-        if self.world is None:
-            return
-        outcome = self.world.finish()
-        if self.sink is not None:
-            self.sink(self.world, outcome)
-        elif outcome.violations:
-            raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
-
-
-MACHINES: dict[str, type[SimpleOffloadMachine]] = {"vllm-simple": SimpleOffloadMachine}

@@ -9,15 +9,18 @@ ten.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, Op, Reset, Settle, Step
 from kvspec.world import World
+
+T = TypeVar("T")
 
 SEEDS = st.integers(0, 2**32 - 1)
 PROMPTS = (
@@ -56,22 +59,35 @@ class Mix:
     settle: int = 1
 
 
+_SOME = (0, 1, 1, 3)
+MIXES: dict[str, tuple[Any, ...]] = {
+    "add": (2, 4, 6),
+    "again": _SOME,
+    "onward": _SOME,
+    "step": (4, 8, 12),
+    "abort": _SOME,
+    "finish": _SOME,
+    "reset_gpu": _SOME,
+    "reset_all": _SOME,
+    "advance": _SOME,
+    "settle": _SOME,
+}
+"""Mixes in which any kind but adding and stepping may be missing."""
+
+
+def drawn(make: Callable[..., T], choices: Mapping[str, Sequence[Any]]) -> st.SearchStrategy[T]:
+    """Let Hypothesis draw each argument of ``make`` from its choices."""
+    return st.builds(make, **{name: st.sampled_from(values) for name, values in choices.items()})
+
+
+def chosen(make: Callable[..., T], choices: Mapping[str, Sequence[Any]], rng: random.Random) -> T:
+    """Choose each argument of ``make`` evenly, without Hypothesis."""
+    return make(**{name: rng.choice(values) for name, values in choices.items()})
+
+
 def mixes() -> st.SearchStrategy[Mix]:
-    """Draw a mix in which any kind but adding and stepping may be missing."""
-    some = st.sampled_from([0, 1, 1, 3])
-    return st.builds(
-        Mix,
-        add=st.sampled_from([2, 4, 6]),
-        again=some,
-        onward=some,
-        step=st.sampled_from([4, 8, 12]),
-        abort=some,
-        finish=some,
-        reset_gpu=some,
-        reset_all=some,
-        advance=some,
-        settle=some,
-    )
+    """Draw a mix."""
+    return drawn(Mix, MIXES)
 
 
 class Traffic:

@@ -55,12 +55,15 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
     assert case.law not in laws_broken(history, case.fixed)
 
 
+SCRIPTS = ["lazy_offload_never_idles.py", "offloading_second_reset.py", "offloading_silent_reset.py"]
+
+
 @pytest.mark.slow
-def test_the_lazy_offload_script_shows_the_bug_on_plain_vllm() -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_script_shows_the_bug_on_plain_vllm(name: str) -> None:
     """The script imports nothing of kvspec; it is what a maintainer of vLLM would run."""
-    script = BUGS / "lazy_offload_never_idles.py"
     assert "kvspec" not in (BUGS / "plain_vllm.py").read_text().partition('"""\n\n')[2]
     environment = prepare("vllm-simple@0.33.0").environment | {"PYTHONPATH": str(releases.path("0.33.0"))}
     environment.pop("PYTHONSAFEPATH")
-    ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, BUGS / name], env=environment, capture_output=True, text=True, check=False)
     assert "BUG" in ran.stderr, ran.stderr[-2000:]

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def kvspec(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", [[], ["gate"], ["replay"], ["measure"], ["known"], ["release"]])
+@pytest.mark.parametrize("command", [[], ["gate"], ["replay"], ["measure"], ["known"], ["spec"], ["release"]])
 def test_help_teaches_with_examples(kvspec: Run, command: list[str]) -> None:
     status, output, _ = kvspec(*command, "--help")
     assert status == 0
@@ -64,6 +65,9 @@ def test_the_version_is_told(kvspec: Run) -> None:
         (["replay", "missing.json"], "'missing.json' does not exist"),
         (["replay", "."], "can't be read as a finding"),
         (["replay", "bad.json"], "bad.json can't be read: not a history"),
+        (["spec", "--clause", "POOL-22"], "There is no clause or law 'POOL-22'; there are POOL-"),
+        (["spec", "--format", "pdf"], "'pdf' is not one of 'html', 'markdown'"),
+        (["spec", "--output", "/dev/null/page.html"], "/dev/null/page.html can't be written: Not a directory."),
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -129,6 +133,69 @@ def test_known_lists_what_is_known(kvspec: Run, tmp_path: Path) -> None:
     status, output, _ = kvspec("known", "--known", str(file))
     assert status == 0
     assert "a  (vllm#1)  T\n    vllm-simple 0.24.0, 0.25.1: X, op *, frame *\n" in output
+
+
+def test_spec_writes_one_clause_or_law(kvspec: Run) -> None:
+    status, output, _ = kvspec("spec", "--clause", "pool-2")
+    assert status == 0
+    assert "### POOL-2. New blocks come from the head" in output
+    assert "POOL-3" not in output
+    assert "### SHADOW-1. Attention reads" in kvspec("spec", "--clause", "SHADOW-1")[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "start"),
+    [("a.html", [], "<!doctype html>"), ("a.md", [], "<!--"), ("a.html", ["--format", "markdown"], "<!--")],
+)
+def test_spec_writes_a_file_in_the_format_of_its_name_or_that_was_asked_for(
+    kvspec: Run, tmp_path: Path, file: str, options: list[str], start: str
+) -> None:
+    status, output, _ = kvspec("spec", "--clause", "POOL-2", "--output", str(tmp_path / file), *options)
+    assert (status, output) == (0, "")
+    assert (tmp_path / file).read_text(encoding="utf-8").startswith(start)
+
+
+def run_in_shell(script: str) -> tuple[int, str]:
+    """Run a line of shell in which ``kvspec`` is this one; return its status and stderr."""
+    script = f'set -o pipefail; kvspec() {{ "{sys.executable}" -m kvspec.cli "$@"; }}; {script}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+GONE = "kvspec: whoever read the output has gone, so it stopped.\n"
+
+
+@pytest.mark.parametrize("command", ["spec", "known", "--help", "gate --help"])
+def test_a_reader_that_has_gone_is_status_141_and_no_traceback(command: str) -> None:
+    assert run_in_shell(f"kvspec {command} | true") == (141, GONE)
+
+
+def test_a_reader_of_stderr_that_has_gone_is_no_traceback_either() -> None:
+    assert run_in_shell("kvspec nothing 2>&1 | true") == (141, "")
+
+
+@pytest.mark.parametrize(("command", "status"), [("known", 0), ("--help", 0), ("no", 2)])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_without_stdout_and_stderr_the_status_is_what_it_would_be(command: str, status: int, closed: str) -> None:
+    code, error = run_in_shell(f"kvspec {command} {closed}")
+    assert code == status
+    assert "Traceback" not in error
+
+
+def test_a_gate_whose_reader_has_gone_stops_its_workers(toy: Callable[[str], None]) -> None:
+    toy("slow")
+    started = time.monotonic()
+    assert run_in_shell("kvspec gate --target toy:suite --budget 50s --jobs 1 | head -n 1 > /dev/null") == (141, GONE)
+    assert time.monotonic() - started < 40
+    code, error = run_in_shell("kvspec gate --target toy:suite --histories 5 --jobs 1 >&-")
+    assert (code, error) == (3, "")
+
+
+def test_a_replay_whose_reader_has_gone_is_no_finding(toy: Callable[[str], None]) -> None:
+    toy("bug")
+    Path("h.json").write_bytes(history_to_json(HISTORY))
+    assert run_in_shell("kvspec replay h.json | true") == (141, GONE)
+    assert run_in_shell("kvspec replay h.json >&-")[0] == 1
 
 
 def test_a_bug_of_kvspec_says_that_it_is_one(kvspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import kvspec
 from kvspec.laws import LAWS
+from kvspec.spec import collect, render
 from kvspec.targets import TARGETS
 from kvspec.world import EVENTS
-from strategies.simple import MACHINES
+from strategies.machines import MACHINES
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,3 +39,13 @@ def test_every_required_event_is_an_event() -> None:
 
 def test_the_changelog_is_about_this_version() -> None:
     assert f"## {kvspec.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_specification_in_the_repository_is_what_the_code_says() -> None:
+    page = collect()
+    stale = [
+        f"kvspec spec --output docs/{file}"
+        for file, format in (("specification.html", "html"), ("specification.md", "markdown"))
+        if (ROOT / "docs" / file).read_text(encoding="utf-8") != render(page, format)
+    ]
+    assert not stale, f"out of date; run: {' && '.join(stale)}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -79,6 +80,18 @@ def test_entry_points_name_modules_that_exist() -> None:
     targets = [*PROJECT["scripts"].values(), *PROJECT["entry-points"]["pytest11"].values()]
     for target in targets:
         assert importlib.util.find_spec(target.partition(":")[0]) is not None, target
+
+
+def test_the_wheel_has_every_file_of_both_packages() -> None:
+    files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("kvspec", "strategies")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert files == wanted
+    assert {"kvspec/spec/templates/page.html", "kvspec/known_issues.toml"} <= files
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -279,7 +279,7 @@ def test_a_wrapper_lets_the_targets_exceptions_through(
 def test_an_engine_does_the_same_whether_anybody_listens_or_not(
     target: Target, monkeypatch: pytest.MonkeyPatch, events: bool
 ) -> None:
-    from kvspec.targets.vllm.simple import SimpleOffloadEngine
+    from kvspec.targets.vllm.observe import ObservedEngine
 
     def batches() -> list[str]:
         with target.activated():
@@ -295,5 +295,5 @@ def test_an_engine_does_the_same_whether_anybody_listens_or_not(
             return seen
 
     listening = batches()
-    monkeypatch.setattr(SimpleOffloadEngine, "_listen", lambda self: None)
+    monkeypatch.setattr(ObservedEngine, "_listen", lambda self: None)
     assert batches() == listening

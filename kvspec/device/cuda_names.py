@@ -47,10 +47,8 @@ class _Stream:
 
     def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
         current = current_device()
-        count = len(current.side_streams)
-        if count == len(_STREAM_LETTERS):
-            raise RuntimeError(f"rank {current.rank} has {count} side streams: there is no letter left for one more")
-        return current.new_stream(_STREAM_LETTERS[count])
+        generation, letter = divmod(len(current.side_streams), len(_STREAM_LETTERS))
+        return current.new_stream(_STREAM_LETTERS[letter], generation)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:

@@ -58,6 +58,9 @@ class DeviceEvent(Protocol[Stream_contra]):
     def query(self) -> bool:
         """Whether everything captured by the latest record has run."""
 
+    def elapsed_time(self, end: Self) -> float:
+        """Return the milliseconds from this event to ``end``; an error unless both have been reached."""
+
     def synchronize(self) -> None:
         """Block the host until ``query`` is true."""
 

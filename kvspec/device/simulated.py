@@ -36,6 +36,8 @@ class Executed(NamedTuple):
 
     stream: str
     spans: Sequence[CopySpan]
+    by_kernel: bool = False
+    """Done by a kernel, not by a copy engine."""
 
 
 class Marker:
@@ -136,6 +138,12 @@ class SimulatedEvent:
         self._device.yield_point()
         return self.marker is None or self.marker.done
 
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Return milliseconds, always 1: the device has no clock. DeviceFault unless both records have run."""
+        if not all(event.marker is not None and event.marker.done for event in (self, end)):
+            raise DeviceFault("the time between two events was asked for before both of them had been reached")
+        return 1.0
+
     def synchronize(self) -> None:
         marker = self.marker
         if marker is not None:
@@ -215,14 +223,16 @@ class SimulatedDevice:
 
     # Streams and events -------------------------------------------------------------------------------------
 
-    def new_stream(self, name: str) -> SimulatedStream:
-        """Create a side stream; ``name`` is its letter in schedules."""
-        stream = self._create_stream(name)
+    def new_stream(self, name: str, generation: int = 0) -> SimulatedStream:
+        """Create a side stream; ``name`` is its letter in schedules, ``generation`` tells streams of one letter
+        apart."""
+        stream = self._create_stream(name, generation)
         self.side_streams.append(stream)
         return stream
 
-    def _create_stream(self, name: str) -> SimulatedStream:
-        stream = SimulatedStream(self, f"{name}{self.rank}", next(self._handles))
+    def _create_stream(self, name: str, generation: int = 0) -> SimulatedStream:
+        number = f"{self.rank}" if not generation else f"{generation}{self.rank:02}"
+        stream = SimulatedStream(self, f"{name}{number}", next(self._handles))
         self._streams[stream.cuda_stream] = stream
         self.actors.append(stream)
         return stream
@@ -307,7 +317,7 @@ class SimulatedDevice:
             raise DeviceFault(f"{stream:#x} is no stream of rank {self.rank}")
         if not spans:
             return
-        pageable = [self._is_pageable(span) for span in spans]
+        pageable = [self.is_pageable(span) for span in spans]
         decide = self.adversary.decide
         early = order is SrcAccessOrder.DURING_API_CALL or (order is SrcAccessOrder.ANY and decide())
         snapshots = {span: ctypes.string_at(span.src, span.size) for span in spans} if early else None
@@ -321,7 +331,8 @@ class SimulatedDevice:
             target.synchronize()
         self.yield_point()
 
-    def _is_pageable(self, span: CopySpan) -> bool:
+    def is_pageable(self, span: CopySpan) -> bool:
+        """Whether one end of a copy isn't registered; DeviceFault if it leaves the memory that it begins in."""
         source, destination = self.find_region(span.src, span.size), self.find_region(span.dst, span.size)
         if not any(region is not None and region.on_device for region in (source, destination)):
             raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} touches no memory of rank {self.rank}")
@@ -330,7 +341,13 @@ class SimulatedDevice:
             raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} leaves the host memory that was registered")
         return pageable
 
-    def run_spans(self, stream: str, spans: Sequence[CopySpan], snapshots: dict[CopySpan, bytes] | None) -> None:
+    def run_spans(
+        self,
+        stream: str,
+        spans: Sequence[CopySpan],
+        snapshots: dict[CopySpan, bytes] | None,
+        by_kernel: bool = False,
+    ) -> None:
         """Move the bytes, then tell the observers."""
         if snapshots is None:
             for dst, src, size in spans:
@@ -338,7 +355,7 @@ class SimulatedDevice:
         else:
             for span in spans:
                 ctypes.memmove(span.dst, snapshots[span], span.size)
-        executed = Executed(stream, spans)
+        executed = Executed(stream, spans, by_kernel)
         for observer in self.observers:
             observer(executed)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 _CLAUSE = re.compile(
-    r"(?P<id>[A-Z]+-\d+)\. (?P<sentence>.+?)\n\n(?:.*\n\n)?"
+    r"(?P<id>[A-Z]+-\d+)\. (?P<sentence>.+?)\n\n(?:(?P<text>.+)\n\n)?"
     r"Source: (?P<source>.+?)\nReleases: (?P<releases>.+?)\.?\s*\Z",
     re.DOTALL,
 )
@@ -32,6 +32,8 @@ class Clause(NamedTuple):
 
     id: str
     sentence: str
+    text: str
+    """What its docstring says besides, as it is written there; empty for nothing."""
     source: str
     """Where the released code does it: release, file, function."""
     releases: str
@@ -48,7 +50,8 @@ def clause(function: _F) -> _F:
     match = _CLAUSE.match(text or "")
     if match is None:
         raise ValueError(f"{function.__qualname__}: the docstring states no clause")
-    fields = {name: " ".join(value.split()) for name, value in match.groupdict().items()}
+    fields = {name: " ".join(value.split()) for name, value in match.groupdict("").items()}
+    fields["text"] = match["text"] or ""
     if fields["id"] in CLAUSES:
         raise ValueError(f"{fields['id']} is stated twice")
     where = f"{function.__module__}.{function.__qualname__}"

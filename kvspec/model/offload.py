@@ -535,7 +535,7 @@ class Offloader:
 
         Source: vLLM 0.23.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler.build_connector_meta.
-        Releases: 0.22.1 and 0.23.0 only; later ones keep the engine stepping.
+        Releases: 0.22.1 to 0.23.0; later ones keep the engine stepping.
         """
         known = self.tracked.values()
         if self.profile.flushes_when_idle and known and all(request.ended for request in known):

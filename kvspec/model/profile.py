@@ -559,7 +559,7 @@ KNOWN_ISSUES = (
     ),
     KnownIssue(
         "core-external-evicts-hits",
-        "ALLOC-5",
+        "ALLOC-6",
         "0.20.2",
         "0.24.0",
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",

@@ -38,15 +38,19 @@ VERDICTS = {
 }
 
 
-class StdoutConsole(Console):
-    """stdout as it is: long lines aren't broken, and a reader that has gone is an error to the caller."""
-
-    def __init__(self) -> None:
-        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+class PipeConsole(Console):
+    """A console to whose caller a reader that has gone is an error."""
 
     def on_broken_pipe(self) -> None:
         """Let the BrokenPipeError out; rich would exit with status 1, which means a finding."""
         raise BrokenPipeError
+
+
+class StdoutConsole(PipeConsole):
+    """stdout as it is: long lines aren't broken."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class Terminal:

@@ -65,6 +65,9 @@ class Probe(Protocol):
     def mismatch(self, mismatch: ShadowMismatch) -> None:
         """Attention has read wrong bytes."""
 
+    def saw(self, event: str) -> None:
+        """Something that only this target knows of has happened: a name in ``kvspec.world.EVENTS``."""
+
 
 class ResetAnswer(NamedTuple):
     """What ``reset_prefix_cache`` answered."""
@@ -81,6 +84,8 @@ class Engine(Protocol):
     actors: list[Actor]
     polls_when_idle: bool
     """Whether the engine keeps stepping until its transfers have ended."""
+    cpu_null_block: int | None
+    """The CPU block that no copy may touch, if there is one."""
 
     def set_adversary(self, adversary: Adversary) -> None: ...
     def add(self, op: Add, prompt: list[int], arrival: int) -> None: ...
@@ -101,9 +106,14 @@ class Engine(Protocol):
     def stores_queued(self) -> bool:
         """Whether the connector holds stores that no schedule has planned yet."""
 
+    def stores_unstarted(self) -> int:
+        """Return how many planned stores no rank has begun."""
+
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pools(self) -> tuple[PoolView, PoolView]: ...
-    def block_refs(self, gpu: int, cpu: int) -> tuple[int, int]: ...
+    def copy_refs(self, block: CopiedBlock) -> tuple[int, int]:
+        """Return how many hold the GPU block and the CPU block of a copy, at the moment at which it executes."""
+
     def kept(self) -> Mapping[str, int]: ...
     def cpu_index(self) -> Mapping[bytes, int]: ...
     def gpu_index(self) -> Mapping[bytes, int]: ...
@@ -134,6 +144,7 @@ class Target(Protocol):
 
 TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
+    "vllm-offloading": "vLLM's OffloadingConnector with its CPU manager (LRU, ARC), likewise",
     "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
 }
 
@@ -159,8 +170,13 @@ def parse_target(name: str) -> tuple[str, str | None]:
 
 def load_target(name: str) -> Target:
     """Return the target, in a process whose ``sys.path`` has its release first. KvspecError if it has no engine."""
-    if parse_target(name)[0] == "vllm-core":
+    target, _ = parse_target(name)
+    if target == "vllm-core":
         raise KvspecError(f"{name} is compared with the model, call by call: it has no engine.")
+    if target == "vllm-offloading":
+        from kvspec.targets.vllm.offloading import OffloadingTarget
+
+        return OffloadingTarget(name)
     from kvspec.targets.vllm.simple import SimpleOffloadTarget
 
     return SimpleOffloadTarget(name)

@@ -1,4 +1,4 @@
-"""A scheduler with SimpleCPUOffloadConnector and a worker whose transfers end by the next step: vLLM and nothing else.
+"""A scheduler with an offload connector and a worker whose transfers end by the next step: vLLM and nothing else.
 
 A script beside this file uses it to show a finding without kvspec. Run it with a vLLM on the path:
 
@@ -43,7 +43,7 @@ MODEL = {
 class Engine:
     """Synchronous steps: schedule, report what the step before has transferred, update."""
 
-    def __init__(self, gpu_blocks, cpu_blocks, step_tokens, lazy):
+    def __init__(self, gpu_blocks, cpu_blocks, step_tokens, lazy=False, connector="SimpleCPUOffloadConnector"):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
             self.config = config.VllmConfig(
@@ -65,13 +65,14 @@ class Engine:
                     async_scheduling=False,
                 ),
                 kv_transfer_config=config.KVTransferConfig(
-                    kv_connector="SimpleCPUOffloadConnector",
+                    kv_connector=connector,
                     kv_role="kv_both",
                     kv_connector_extra_config={
-                        "cpu_bytes_to_use": cpu_blocks * PAGE_BYTES,
+                        "cpu_bytes_to_use": cpu_blocks * (PAGE_BYTES if "Simple" in connector else 4096),
                         "lazy_offload": lazy,
                     },
                 ),
+                kv_events_config=config.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
                 device_config=config.DeviceConfig(device="cpu"),
             )
         self.config.cache_config.num_gpu_blocks = gpu_blocks
@@ -102,15 +103,14 @@ class Engine:
         self.scheduler.add_request(self.requests[name])
 
     def step(self):
-        """Make one step; return (tokens scheduled per request, blocks stored, blocks loaded)."""
+        """Make one step; return (tokens scheduled per request, blocks or jobs stored, blocks or jobs loaded)."""
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, self.run(output))
         metadata = output.kv_connector_metadata
-        return (
-            dict(output.num_scheduled_tokens),
-            len(metadata.store_gpu_blocks),
-            len(metadata.load_gpu_blocks),
-        )
+        stored, loaded = "store_gpu_blocks", "load_gpu_blocks"
+        if hasattr(metadata, "store_jobs"):
+            stored, loaded = "store_jobs", "load_jobs"
+        return dict(output.num_scheduled_tokens), len(getattr(metadata, stored)), len(getattr(metadata, loaded))
 
     def run(self, output):
         """Stand for the worker: sample a token for each finished prompt, report the transfers of the step before."""
@@ -120,14 +120,26 @@ class Engine:
         for name in names:
             request = self.requests[name]
             sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
-        stored = {done.store_event: 1} if done and done.store_event >= 0 else {}
-        loaded = set(done.load_event_to_reqs.get(done.load_event, ())) if done else set()
+        loaded, report = report_of(done) if done else (set(), None)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
                 finished_recving=loaded,
-                kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
+                kv_connector_worker_meta=report,
             ),
         )
+
+
+def report_of(metadata):
+    """Return (requests loaded, worker metadata) for transfers that have ended."""
+    if hasattr(metadata, "store_jobs"):
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+
+        jobs = dict.fromkeys([*metadata.load_jobs, *metadata.store_jobs], 1)
+        loaded = {job.req_id for job in metadata.load_jobs.values()}
+        return loaded, OffloadingWorkerMetadata(completed_jobs=jobs) if jobs else None
+    stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}
+    loaded = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
+    return loaded, SimpleCPUOffloadWorkerMetadata(stored) if stored else None

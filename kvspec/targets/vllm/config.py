@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -21,6 +22,8 @@ from kvspec.ops import EngineSetup
 LAYERS = 2
 BYTES_PER_TOKEN = 8  # One head of size 2, keys and values, in float16: one 64-bit tag per token and layer.
 MAX_MODEL_LEN = 256
+
+_engine_numbers = itertools.count()
 
 _MODEL = {
     "architectures": ["OPTForCausalLM"],
@@ -124,12 +127,21 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     parallel.world_size = setup.ranks
     parallel.tensor_parallel_size = setup.ranks
     transfer = result.kv_transfer_config = copy.copy(result.kv_transfer_config)
+    transfer.engine_id = f"kvspec-{os.getpid()}-{next(_engine_numbers)}"  # shared memory is named after it
     transfer.kv_connector = connector
     transfer.kv_connector_extra_config = connector_config
     result.kv_events_config = (
         config.KVEventsConfig(enable_kv_cache_events=True, publisher="null") if setup.events else None
     )
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setup.runner_v2 else "0"
+    return result
+
+
+def of_rank(whole: Any, rank: int) -> Any:
+    """Return a ``VllmConfig`` as the worker process of a rank has it."""
+    result = copy.copy(whole)
+    parallel = result.parallel_config = copy.copy(result.parallel_config)
+    parallel.rank = rank
     return result
 
 

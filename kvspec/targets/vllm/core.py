@@ -300,12 +300,12 @@ def event_hash(block_hash: RawHash) -> bytes | int:
 
 
 Call = tuple[Any, ...]
-"""A call that the manager made: ``("needed", slots, blocks)``, ``("register", group, first, end, wanted)`` or
-``("tail", group, tokens)``."""
+"""A call that the manager made: ``("needed", whole, slots, blocks)`` (whole: for admission),
+``("register", group, first, end, wanted)`` or ``("tail", group, tokens)``."""
 
 
 def _needed_call(arguments: dict[str, Any], result: int) -> Call:
-    return "needed", arguments["num_tokens"], result
+    return "needed", arguments.get("apply_admission_cap", False), arguments["num_tokens"], result
 
 
 def _register_call(arguments: dict[str, Any], result: None) -> Call:

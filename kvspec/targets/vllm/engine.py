@@ -75,7 +75,7 @@ class VllmEngine:
         before = use(device)
         try:
             connector = KVConnectorFactory.create_connector(
-                self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config
+                config.of_rank(self.vllm_config, index), KVConnectorRole.WORKER, self.kv_cache_config
             )
             rank = Rank(index, device, memory, connector, caches, self._enter_process)
             if not self.setup.runner_v2:
@@ -110,7 +110,7 @@ class VllmEngine:
         from vllm.v1.structured_output import StructuredOutputManager
 
         cache = self.vllm_config.cache_config
-        if hasattr(cache, "simple_cpu_offload_num_blocks"):
+        if hasattr(self.ranks[0].connector, "get_aligned_num_cpu_blocks"):  # SimpleCPUOffload, 0.33
             cache.simple_cpu_offload_num_blocks = min(
                 rank.connector.get_aligned_num_cpu_blocks() for rank in self.ranks
             )
@@ -194,13 +194,14 @@ class VllmEngine:
 
         return hash_and_note
 
-    def tags_of_hash(self, block_hash: bytes) -> np.ndarray | None:
-        """Return the tags of the block that a hash stands for, shape (hash_block_size,), or None if it is nobody's."""
+    def tags_of_hash(self, block_hash: bytes, blocks: int = 1) -> np.ndarray | None:
+        """Return the tags of the block that a hash stands for and of those before it, shape (blocks *
+        hash_block_size,), or None if it is nobody's."""
         noted = self._hashed.get(block_hash)
         if noted is None:
             return None
-        request, i = noted
-        return self.texts[request].tags(i * self.hash_block_size, (i + 1) * self.hash_block_size)
+        request, last = noted
+        return self.texts[request].tags((last + 1 - blocks) * self.hash_block_size, (last + 1) * self.hash_block_size)
 
     def describe_hash(self, block_hash: bytes) -> str:
         """Say in words which block a hash stands for."""

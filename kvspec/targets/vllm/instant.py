@@ -6,6 +6,7 @@ finished, and a store reported, with the output of the step that planned it; sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,11 @@ from kvspec.device.adversary import FairAdversary
 from kvspec.engine.executor import StepFuture
 from kvspec.engine.text import FIRST_WORD, words
 from kvspec.ops import Abort, Add, History, Op, Reset, Settle, Step
-from kvspec.targets.vllm import simple
+from kvspec.targets import parse_target
+from kvspec.targets.vllm import offloading, simple
 from kvspec.targets.vllm.engine import VllmEngine
+
+CONNECTORS = {"vllm-simple": simple, "vllm-offloading": offloading}
 
 STEPS_MAX = 2000
 
@@ -22,9 +26,9 @@ STEPS_MAX = 2000
 class InstantExecutor:
     """Answers at once, in the form in which a worker, or the aggregator of several, would."""
 
-    def __init__(self, scheduler: Any, ranks: int) -> None:
+    def __init__(self, scheduler: Any, transfers_of: Callable[[Any], tuple[set[str], Any]]) -> None:
         self._requests = scheduler.requests
-        self._ranks = ranks
+        self._transfers_of = transfers_of
         self._output: Any = None
 
     def execute_model(self, output: Any, non_block: bool = False) -> Any:
@@ -38,20 +42,14 @@ class InstantExecutor:
 
     def _answer(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-        from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
-        metadata = output.kv_connector_metadata
-        stored = {metadata.store_event: self._ranks} if metadata.store_event >= 0 else {}
-        loaded = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
+        loaded, report = self._transfers_of(output.kv_connector_metadata)
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=[[FIRST_WORD] if self._is_complete(name) else [] for name in names],
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=loaded,
-                kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
-            ),
+            kv_connector_output=KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=report),
         )
 
     def _is_complete(self, name: str) -> bool:
@@ -77,10 +75,18 @@ class _InstantEngine:
 
     def __init__(self, history: History) -> None:
         setup = history.setup
+        connector = CONNECTORS[parse_target(history.target)[0]]
         self._vllm = VllmEngine(
-            setup, simple.CONNECTOR, simple.connector_config(setup), FairAdversary(), lambda _: None, lambda *_: None
+            setup,
+            connector.CONNECTOR,
+            connector.connector_config(setup),
+            FairAdversary(),
+            lambda _: None,
+            lambda *_: None,
         )
-        self._vllm.core.model_executor = InstantExecutor(self._vllm.scheduler, setup.ranks)
+        self._vllm.core.model_executor = InstantExecutor(
+            self._vllm.scheduler, lambda metadata: connector.instant_output(metadata, setup.ranks)
+        )
         self._longest = (setup.gpu_blocks - 1) * setup.block_size
         self._added: dict[str, Any] = {}
         self.requests: dict[str, Any] = self._vllm.scheduler.requests

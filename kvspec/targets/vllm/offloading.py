@@ -1,0 +1,574 @@
+"""``vllm-offloading``: OffloadingConnector with its CPU manager, both sides, with its copies on the simulated device.
+
+A chunk of the CPU tier is ``blocks_per_chunk`` GPU blocks. Stores of this connector hold no reference to the GPU
+blocks that they read: a request that ends gives them up at once, and whoever gets such a block makes the workers
+finish (*flush*) the store before the block is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvspec.device.adversary import Adversary
+from kvspec.device.cuda_names import current_device, installed, use
+from kvspec.device.simulated import SimulatedDevice
+from kvspec.engine.shadow import Batch, ShadowMemory
+from kvspec.errors import KvspecError
+from kvspec.laws import PoolView
+from kvspec.ops import EngineSetup
+from kvspec.targets import CopiedBlock, Probe
+from kvspec.targets.vllm.config import LAYERS, block_bytes
+from kvspec.targets.vllm.copies import (
+    CudaRuntime,
+    SwapKernel,
+    pinned_empty,
+    pinned_zeros,
+    swap_blocks_batch,
+    tensor_to,
+)
+from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, keys_of_hashes
+
+CONNECTOR = "OffloadingConnector"
+
+KERNEL_COPIES_MIN = 4
+"""Copies from which a load is a kernel's: 16 in vLLM, which a single block of a model with 16 layers reaches; ours
+has two."""
+
+
+def connector_config(setup: EngineSetup) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` for ``setup.cpu_blocks`` chunks."""
+    return {
+        "cpu_bytes_to_use": region_bytes(setup),
+        "block_size": setup.blocks_per_chunk * setup.block_size,
+        "eviction_policy": setup.eviction,
+        "offload_prompt_only": setup.prompt_only,  # 0.23 and later
+    }
+
+
+def region_bytes(setup: EngineSetup) -> int:
+    """Return the bytes of all chunks, each rounded up as the release does it (to pages from 0.27.1 on)."""
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    alignment = getattr(CPUOffloadingSpec, "BLOCK_SIZE_ALIGNMENT", 1)
+    chunk = block_bytes(setup.block_size) * setup.blocks_per_chunk * setup.ranks
+    return int(setup.cpu_blocks * -(-chunk // alignment) * alignment)
+
+
+def instant_output(metadata: Any, ranks: int) -> tuple[set[str], Any]:
+    """Return (requests loaded, worker metadata) of a worker that has done at once all that the metadata asks for."""
+    if not hasattr(metadata, "load_jobs"):
+        raise KvspecError("OffloadingConnector can't be measured before 0.21: its transfers have no numbers there.")
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+
+    jobs = [*metadata.load_jobs, *metadata.store_jobs]
+    loaded = {job.req_id for job in metadata.load_jobs.values()}
+    return loaded, OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, ranks)) if jobs else None
+
+
+def stand_ins(make_region: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], ...]:
+    """Return what must stand for CUDA in the target's modules: (module, attribute, stand-in).
+
+    ``make_region`` wraps the class of the shared memory region.
+    """
+    import vllm._custom_ops as ops
+    import vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker as connector_worker
+    from vllm.v1.kv_offload.cpu import shared_offload_region, spec
+
+    worker = _import_any("vllm.v1.kv_offload.cpu.gpu_worker", "vllm.v1.kv_offload.worker.cpu_gpu")
+    kernel = _import_any("vllm.v1.kv_offload.cpu.swap_blocks_triton")  # 0.23 and later
+    register = _import_any("vllm.v1.kv_offload.cpu.host_register")  # 0.32 and later
+    platform = SimpleNamespace(
+        is_cuda_alike=lambda: True,
+        is_cuda=lambda: True,
+        is_rocm=lambda: False,
+        is_xpu=lambda: False,
+        Stream=lambda: torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+        current_stream=lambda: torch.cuda.current_stream(),
+        stream=lambda stream: torch.cuda.stream(stream),
+    )
+    candidates: tuple[tuple[Any, str, Any], ...] = (
+        (ops, "swap_blocks_batch", swap_blocks_batch),
+        (connector_worker, "get_layers_from_vllm_config", _attention_layers),  # up to 0.22
+        (spec, "current_platform", platform),
+        (spec, "_all_workers_barrier", lambda: None),  # the file is there already if there are several ranks
+        (spec, "SharedOffloadRegion", make_region(getattr(spec, "SharedOffloadRegion", None))),  # 0.27.1 and later
+        (shared_offload_region, "current_platform", platform),
+        (worker, "current_platform", platform),
+        (worker, "PIN_MEMORY", True),
+        (worker, "is_pin_memory_available", lambda: True),
+        (worker, "HAS_TRITON", True),
+        (worker, "triton", SimpleNamespace(next_power_of_2=lambda size: 1 << (size - 1).bit_length())),
+        (kernel, "_swap_blocks_kernel", SwapKernel()),
+        (kernel, "MIN_N", KERNEL_COPIES_MIN),
+        (register, "current_platform", platform),
+        (register, "_load_cudart", CudaRuntime),
+        (torch, "zeros", pinned_zeros),
+        (torch, "empty", pinned_empty),
+        (torch.Tensor, "to", tensor_to),
+        (torch.Tensor, "is_cuda", True),
+        (torch.accelerator, "current_device_index", lambda: current_device().rank),
+    )
+    return tuple(stand_in for stand_in in candidates if hasattr(stand_in[0], stand_in[1]))
+
+
+def _attention_layers(vllm_config: Any, kind: Any, names: list[str]) -> dict[str, Any]:
+    """Stand for the model's attention layers: their backend has blocks first, so a block is one stretch of bytes."""
+    backend = SimpleNamespace(get_kv_cache_shape=lambda num_blocks, **_: (num_blocks, -1))
+    return dict.fromkeys(names, SimpleNamespace(get_attn_backend=lambda: backend))
+
+
+def _import_any(*names: str) -> Any:
+    """Return the first of the modules that the release has, or None."""
+    import importlib
+
+    for name in names:
+        with suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return None
+
+
+class OffloadingTarget:
+    """The target ``vllm-offloading``, with or without a release."""
+
+    def __init__(self, name: str) -> None:
+        import vllm
+
+        self.name = name
+        self.own_files: tuple[str, ...] = (str(Path(vllm.__file__).parent),)
+        self._open: list[OffloadingTier] = []
+        self._regions: list[tuple[SimulatedDevice, Any]] = []
+        self._files: list[Path] = []
+        self._ranks = 1
+
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Put the simulated device in place; afterwards give the memory of the engines started meanwhile back."""
+
+        with installed(stand_ins(self._region_maker)):
+            try:
+                yield
+            finally:
+                self._close()
+
+    def _region_maker(self, region_class: Any) -> Callable[..., Any]:
+        """Return what makes a shared region and remembers it.
+
+        Several workers open the file before the first of them unlinks it; ours are made one after the other. So with
+        several ranks the file is there before the first, as if one more worker had won the race for it.
+        """
+
+        def make(*, engine_id: str, **more: Any) -> Any:
+            device = current_device()
+            path = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
+            if self._ranks > 1 and device.rank == 0:
+                chunks, chunk_bytes = more.get("num_chunks"), more.get("kv_bytes_per_chunk")
+                path.touch()
+                self._files.append(path)
+                os.truncate(path, (chunks or more["num_blocks"]) * (chunk_bytes or more["kv_bytes_per_block"]))
+            region = region_class(engine_id=engine_id, **more)
+            self._regions.append((device, region))
+            return region
+
+        return make
+
+    def _close(self) -> None:
+        """Unmap shared memory, which else holds two file descriptors per rank until it's garbage."""
+        for tier in self._open:
+            tier.close()
+        self._open.clear()
+        for device, region in self._regions:
+            before = use(device)
+            try:
+                region.cleanup()
+            finally:
+                use(before)
+        self._regions.clear()
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
+
+    def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
+        def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
+            tier = OffloadingTier(vllm, probe)
+            self._open.append(tier)
+            return tier
+
+        self._ranks = setup.ranks
+        return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, make_tier)
+
+
+@dataclass
+class _Job:
+    """A load or a store as it was planned. ``pairs`` are (GPU block, chunk)."""
+
+    number: int
+    request: str
+    is_store: bool
+    pairs: tuple[tuple[int, int], ...]
+    schedule: int
+    """Number of the schedule that planned it."""
+    reports_due: int
+    copies_due: int
+    is_running: bool
+    """Whether the request was scheduled then: if so, what others wrote in that step it shares with them."""
+    is_let_go: bool = False
+    """The manager has forgotten it; workers must finish it before they begin anything later."""
+
+
+@dataclass
+class _RankView:
+    """What has executed on one rank's device."""
+
+    tensors: list[np.ndarray]
+    """Each layer's chunks, shape (chunks, bytes of a chunk), int8."""
+    forwards: int = 0
+    written: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """GPU block: the schedule whose forward or load wrote it last, and the request for which it did."""
+    copied: dict[int, int] = field(default_factory=dict)
+    """Chunk: the latest job of which a copy has executed."""
+    stored: dict[int, int] = field(default_factory=dict)
+    """Chunk: the latest store of which a copy has executed."""
+
+
+class OffloadingTier:
+    """The chunks of OffloadingConnector's CPU manager and the jobs that move them."""
+
+    null_block: int | None = None
+
+    def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
+        self._vllm = vllm
+        self._probe = probe
+        self._setup = vllm.setup
+        self._scheduler = vllm.connector.connector_scheduler
+        self._manager = self._scheduler.manager
+        self._policy = self._manager._policy
+        self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.24 and later
+        self._schedules = 0
+        self._schedules_with_forward: list[int] = []
+        self._numbers = itertools.count()
+        self._due: dict[int, _Job] = {}
+        self._let_go_stores: list[_Job] = []
+        self._by_pair: dict[tuple[bool, int, int], _Job] = {}
+        self._preempted: set[str] = set()
+        self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
+        self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
+        for rank in vllm.ranks:
+            self._listen_to_forwards(self._ranks[rank.index], rank.memory)
+        self._listen()
+
+    # Listening --------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Wrap calls of the scheduler side; each wrapper passes everything on unchanged."""
+        connector, manager, policy, probe = self._vllm.connector, self._manager, self._policy, self._probe
+        lookup, reset = connector.get_num_new_matched_tokens, connector.reset_cache
+        prepare, evict = manager.prepare_store, policy.evict
+        eviction = f"{self._setup.eviction.upper()} eviction"
+
+        def get_num_new_matched_tokens(request: Any, local: int) -> Any:
+            name = request.request_id
+            if name in self._preempted and any(job.request == name for job in self._due.values()):
+                probe.saw("re-admission before the report")
+            return lookup(request, local)
+
+        def reset_cache() -> Any:
+            answer = reset()
+            self._let_go(self._due.values())
+            return answer
+
+        def prepare_store(*args: Any, **more: Any) -> Any:
+            answer = prepare(*args, **more)
+            if answer is None:
+                probe.saw("store refused")
+            return answer
+
+        def evict_chunks(*args: Any, **more: Any) -> Any:
+            evicted = evict(*args, **more)
+            if evicted:
+                probe.saw(eviction)
+            return evicted
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        connector.reset_cache = reset_cache
+        manager.prepare_store = prepare_store
+        policy.evict = evict_chunks
+
+    def _listen_to_forwards(self, view: _RankView, memory: ShadowMemory) -> None:
+        """Note which blocks each forward writes, when it runs on the device."""
+        forward = memory.forward
+        size = self._setup.block_size
+
+        def noted(batch: Batch) -> None:
+            schedule = self._schedules_with_forward[view.forwards]
+            view.forwards += 1
+            blocks = (batch.write_slots // size).tolist()
+            begin = 0
+            for row in batch.rows:
+                end = begin + row.stop - row.start
+                view.written.update(dict.fromkeys(blocks[begin:end], (schedule, row.request)))
+                begin = end
+            forward(batch)
+
+        memory.forward = noted  # type: ignore[method-assign]
+
+    def allocated(self, request: str, external_tokens: int) -> None:
+        self._preempted.discard(request)
+
+    def planned(self, output: Any, metadata: Any) -> Transfers:
+        self._schedules += 1
+        if output.total_num_scheduled_tokens:
+            self._schedules_with_forward.append(self._schedules)
+        self._note_preemptions(output)
+        if hasattr(metadata, "load_jobs"):
+            planned_loads, planned_stores, flushed = metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush
+        else:  # up to 0.20
+            planned_loads, planned_stores = self._number(metadata.reqs_to_load), self._number(metadata.reqs_to_store)
+            flushed = metadata.reqs_to_flush
+            self._let_go(job for job in self._due.values() if job.request in (flushed or ()))
+        loads = self._plan(output, planned_loads, is_store=False)
+        stores = self._plan(output, planned_stores, is_store=True)
+        if flushed:
+            self._probe.saw("flush")
+        trace = f"{[(job.number, job.request, job.pairs) for job in loads + stores]}{sorted(flushed or ())}"
+        return Transfers(sum(len(job.pairs) for job in stores), sum(len(job.pairs) for job in loads), trace)
+
+    def _note_preemptions(self, output: Any) -> None:
+        for request in output.preempted_req_ids or ():
+            self._preempted.add(request)
+            if any(job.is_store and job.request == request for job in self._due.values()):
+                self._probe.saw("preemption with a store in flight")
+
+    def _number(self, transfers: Mapping[str, Any]) -> dict[int, Any]:
+        """Return transfers by request, as releases up to 0.20 name them, as jobs with numbers."""
+        return {
+            next(self._numbers): SimpleNamespace(req_id=request, transfer_spec=specs)
+            for request, specs in transfers.items()
+        }
+
+    def _let_go(self, jobs: Iterable[_Job]) -> None:
+        for job in jobs:
+            job.is_let_go = True
+            if job.is_store and job.copies_due and job not in self._let_go_stores:
+                self._let_go_stores.append(job)
+
+    def _plan(self, output: Any, planned: Mapping[int, Any], is_store: bool) -> list[_Job]:
+        jobs = []
+        for number, transfer in planned.items():
+            gpu, cpu = _specs(transfer) if is_store else reversed(_specs(transfer))
+            if not is_store and any(index % self._setup.blocks_per_chunk for index in gpu.block_indices):
+                self._probe.saw("chunk behind a local hit")
+            job = _Job(
+                number=number,
+                request=transfer.req_id,
+                is_store=is_store,
+                pairs=tuple(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
+                schedule=self._schedules,
+                reports_due=self._setup.ranks,
+                copies_due=self._setup.ranks * LAYERS * int(gpu.block_ids.size),
+                is_running=transfer.req_id in output.num_scheduled_tokens,
+            )
+            self._due[number] = job
+            self._by_pair.update({(is_store, block, chunk): job for block, chunk in job.pairs})
+            jobs.append(job)
+        return jobs
+
+    def reported(self, output: Any) -> None:
+        for number, ranks in getattr(output.kv_connector_worker_meta, "completed_jobs", {}).items():
+            if job := self._due.get(number):
+                job.reports_due -= ranks
+                if job.reports_due <= 0:
+                    del self._due[number]
+        if self._names_requests:
+            ended = {True: output.finished_sending or (), False: output.finished_recving or ()}
+            for job in [job for job in self._due.values() if job.request in ended[job.is_store]]:
+                del self._due[job.number]
+
+    def copied(self, block: CopiedBlock) -> None:
+        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        if job is None:
+            return
+        job.copies_due -= 1
+        view = self._ranks[block.rank]
+        view.copied[block.cpu] = max(job.number, view.copied.get(block.cpu, -1))
+        if job.is_store:
+            view.stored[block.cpu] = max(job.number, view.stored.get(block.cpu, -1))
+        else:
+            view.written[block.gpu] = (job.schedule, job.request)
+
+    # Seeing -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the memory of the workers."""
+        for view, rank in zip(self._ranks, self._vllm.ranks, strict=True):
+            view.tensors.clear()
+            for handler in _handlers(rank.connector):
+                handler.src_tensors.clear()
+                handler.dst_tensors.clear()
+
+    def block_of(self, rank: int, address: int) -> int:
+        return block_at(self._ranks[rank].tensors, address)
+
+    def stores_due(self) -> bool:
+        return bool(self._due)
+
+    def stores_queued(self) -> bool:
+        return False
+
+    def stores_unstarted(self) -> int:
+        return sum(job.copies_due > 0 for job in self._due.values() if job.is_store)
+
+    def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
+        pairs = [pair for job in self._due.values() if job.is_store for pair in job.pairs]
+        return {gpu for gpu, _ in pairs}, {chunk for _, chunk in pairs}
+
+    def pool(self) -> PoolView:
+        """A chunk that nobody pins is free for another key, whether it has one now or not."""
+        refs = [0] * self._setup.cpu_blocks
+        manager = self._manager
+        used = _attribute(manager, "_num_allocated_chunks", "_num_allocated_blocks")
+        free = [*manager._free_list, *range(used, len(refs))]
+        free_count = _attribute(manager, "_get_num_free_chunks", "_get_num_free_blocks")()
+        unpinned = []
+        for status in self._chunks().values():
+            refs[_chunk_id(status)] = abs(status.ref_cnt)
+            if status.ref_cnt == 0:
+                unpinned.append(_chunk_id(status))
+        evictable = _attribute(manager, "_num_evictable_cache_chunks", "_num_evictable_cache_blocks", None)
+        return PoolView(
+            "CPU", refs, free + unpinned, free_count + (len(unpinned) if evictable is None else evictable), -1
+        )
+
+    def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
+        """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
+        later job has used it."""
+        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        if job is None:
+            return gpu_refs, 0
+        view = self._ranks[block.rank]
+        if job.is_store:
+            schedule, writer = view.written.get(block.gpu, (0, ""))
+            same_step = schedule == job.schedule and writer != job.request and not job.is_running
+            is_lost = schedule > job.schedule or same_step
+            gpu_refs = 0 if is_lost else max(gpu_refs, 1)
+        latest = (view.copied if job.is_store else view.stored).get(block.cpu, -1)
+        if latest > job.number:
+            return gpu_refs, 0
+        return gpu_refs, int(job.is_let_go or self._is_pinned(job, block.cpu))
+
+    def _is_pinned(self, job: _Job, chunk: int) -> bool:
+        for status in self._chunks().values():
+            if _chunk_id(status) == chunk:
+                return bool(status.ref_cnt == -1 if job.is_store else status.ref_cnt > 0)
+        return False
+
+    def kept(self) -> Mapping[str, int]:
+        names = (
+            "_req_status",
+            "_jobs",
+            "_block_id_to_pending_jobs",
+            "_chunks_being_loaded",
+            "_blocks_being_loaded",
+            "_reset_fence",
+            "_reqs_being_stored",
+            "_reqs_being_loaded",
+            "_reqs_to_load",
+        )
+        return {name: len(getattr(self._scheduler, name, None) or ()) for name in names}
+
+    def index(self) -> Mapping[bytes, int]:
+        """Return the ready chunks; one whose store was let go is as good as ready once the workers have done it."""
+        self._let_go_stores = [job for job in self._let_go_stores if job.copies_due]
+        unwritten = {chunk for job in self._let_go_stores for _, chunk in job.pairs}
+        ready = {key + _CHUNK: _chunk_id(status) for key, status in self._chunks().items() if status.is_ready}
+        return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
+
+    def _chunks(self) -> Mapping[bytes, Any]:
+        policy = self._policy
+        if hasattr(policy, "t1"):
+            return {**policy.t1, **policy.t2}
+        chunks: Mapping[bytes, Any] = _attribute(policy, "chunks", "blocks")
+        return chunks
+
+    def tags(self, rank: int, block: int) -> np.ndarray:
+        layers = [tensor[block].view(np.uint64) for tensor in self._ranks[rank].tensors]
+        return np.stack(layers) ^ self._vllm.ranks[rank].memory.masks
+
+    def expected_tags(self, key: bytes) -> np.ndarray | None:
+        if key.endswith(_CHUNK) and len(key) == _CHUNK_KEY_BYTES:
+            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], self._setup.blocks_per_chunk)
+        return self._vllm.tags_of_hash(key[:-4])
+
+    def describe_key(self, key: bytes) -> str:
+        return self._vllm.describe_hash(key[:32])
+
+    def keys_of_event(self, event: Any) -> Iterable[bytes]:
+        return [key + _CHUNK for key in keys_of_hashes(event)]
+
+    def drain_events(self) -> Iterable[Any]:
+        return list(self._vllm.connector.connector_scheduler.take_events())
+
+
+_CHUNK = b"chunk"
+"""What ends the key of a chunk, so that it isn't the key of the GPU block with the same hash."""
+_CHUNK_KEY_BYTES = 32 + 4 + len(_CHUNK)
+
+
+def _attribute(owner: Any, *names: Any) -> Any:
+    """Return the first attribute that the release has: blocks of the CPU tier are called chunks from 0.30 on. A last
+    argument that is no name is the default."""
+    for name in names:
+        if not isinstance(name, str):
+            return name
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    raise AttributeError(f"{type(owner).__name__} has none of {names}")
+
+
+def _chunk_id(status: Any) -> int:
+    return int(_attribute(status, "chunk_id", "block_id"))
+
+
+def _handlers(worker_connector: Any) -> list[Any]:
+    """Return the transfer handlers of a worker, that of stores first."""
+    spec = worker_connector.connector_worker.spec
+    owner = _attribute(spec, "_worker", "_handlers")
+    if hasattr(owner, "gpu_to_cpu_handler"):  # up to 0.24
+        return [owner.gpu_to_cpu_handler, owner.cpu_to_gpu_handler]
+    return [owner._store_handler, owner._load_handler]
+
+
+def _cpu_tensors(worker_connector: Any) -> list[np.ndarray]:
+    return [tensor.numpy() for tensor in _handlers(worker_connector)[0].dst_tensors]
+
+
+def _specs(transfer: Any) -> tuple[Any, Any]:
+    """Return (source, destination) of a transfer job; one field of two up to 0.24."""
+    if hasattr(transfer, "src_spec"):
+        return transfer.src_spec, transfer.dst_spec
+    source, destination = transfer.transfer_spec
+    return source, destination
+
+
+def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield (GPU block, chunk) of a transfer. The blocks of a group follow each other, from a block index on.
+
+    Source: vLLM 0.33.0, v1/kv_offload/cpu/gpu_worker.py (SingleDirectionOffloadingHandler.transfer_async).
+    """
+    blocks = iter(gpu.block_ids.tolist())
+    begin = 0
+    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+        skipped = index % blocks_per_chunk
+        for i in range(size):
+            yield next(blocks), chunks[begin + (skipped + i) // blocks_per_chunk]
+        begin += -(-(size + skipped) // blocks_per_chunk) if size else 0

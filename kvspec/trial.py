@@ -1,0 +1,251 @@
+"""One seed of a target's machine, until it has found what is wanted: what a benchmark is made of.
+
+The histories of a seed don't depend on what is wanted, nor on what is found. So a trial can look for several bugs
+at once, and tells of each what a trial for it alone would have told.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hypothesis.stateful import RuleBasedStateMachine
+from msgspec.structs import replace
+
+from kvspec.defects import load_defects, planted
+from kvspec.errors import KvspecError
+from kvspec.events import (
+    Effort,
+    Event,
+    Nondeterminism,
+    Progress,
+    Seen,
+    Sighted,
+    Trial,
+    TrialDone,
+    TrialJob,
+    TrialStarted,
+    Unreachable,
+    Wanted,
+    added,
+)
+from kvspec.findings import Key
+from kvspec.history import AnyHistory
+from kvspec.known import known_as
+from kvspec.search import (
+    MINIMISE_CPU_S,
+    PROGRESS_INTERVAL_S,
+    ROUND_HISTORIES,
+    Suite,
+    implementation_version,
+    round_seed,
+    run_machine,
+    shortest,
+    violation_key,
+)
+
+if TYPE_CHECKING:
+    from kvspec.world import Outcome, World
+
+WARM_UP_HISTORIES = 5
+
+RAW = "raw-driver"
+ABLATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "fair-device": (
+        "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
+        {"fair": True},
+    ),
+    RAW: ("the same choices drawn evenly from a seed, without Hypothesis", {}),
+    "no-live-prefixes": ("no prompt is repeated or continued on purpose", {"live_prefixes": False}),
+}
+"""What a machine can be made to do without: a sentence, and the class attributes that do it."""
+
+
+def run_trials(suite: Suite, job: TrialJob, emit: Callable[[Event], None], stopping: Callable[[], bool]) -> None:
+    """Run the trials of a job one after the other, until ``stopping`` is true."""
+    _warm_up(suite)
+    for number, trial in enumerate(job.trials):
+        if stopping():
+            return
+        emit(TrialStarted(job=job.job, trial=number))
+        run = _Run(suite, job, number, emit, stopping)
+        if trial.defect:
+            with planted(load_defects(Path(job.defects))[trial.defect]):
+                run.run()
+        else:
+            run.run()
+
+
+def _warm_up(suite: Suite) -> None:
+    """Make a few histories that don't count: what is imported late, and Hypothesis' own start, are no search."""
+    left = iter(range(WARM_UP_HISTORIES))
+
+    def ended(_world: "World", _outcome: "Outcome") -> None:
+        if next(left, None) is None:
+            raise _TrialOver
+
+    with suppress(_TrialOver):
+        run_machine(_without(suite.machine, "", ended), 0, suite.rules_max)
+
+
+class _Sighting(NamedTuple):
+    """What was wanted, as it was seen first."""
+
+    effort: Effort
+    key: Key
+    history: AnyHistory
+    seen: list[Seen]
+
+
+class _Run:
+    """One trial."""
+
+    def __init__(
+        self, suite: Suite, job: TrialJob, number: int, emit: Callable[[Event], None], stopping: Callable[[], bool]
+    ) -> None:
+        self._suite = suite
+        self._job = job
+        self._number = number
+        self._trial: Trial = job.trials[number]
+        self._emit = emit
+        self._stopping = stopping
+        self._release = implementation_version(job.target)
+        self._machine = _without(suite.machine, self._trial.ablation, self._ended)
+        self._open = {wanted.name: wanted for wanted in self._trial.wanted}
+        self._sighted: dict[str, _Sighting] = {}
+        self._effort = Effort()
+        self._reached: Counter[str] = Counter()
+        self._seen: Counter[Key] = Counter()
+        self._issues: dict[Key, str] = {}
+        self._clock_s = 0.0
+        self._since, self._since_s = Progress(job=job.job), time.monotonic()
+
+    def run(self) -> None:
+        """Make histories until all that is wanted was found, the budget is used up, or ``stopping`` is true."""
+        for wanted in self._trial.wanted:
+            if missing := sorted(set(wanted.events) - self._suite.events.keys()):
+                del self._open[wanted.name]
+                self._emit(Unreachable(job=self._job.job, trial=self._number, wanted=wanted.name, events=missing))
+        number = 0
+        while self._is_wanted(self._open) and not self._is_over():
+            self._clock_s = time.process_time() - self._effort.cpu_s
+            with suppress(_TrialOver):
+                self._round(number)
+            for name in list(self._sighted):
+                self._settle(self._open[name], self._sighted.pop(name))
+            number += 1
+        if not self._stopping():
+            done = TrialDone(job=self._job.job, trial=self._number, effort=self._so_far(), seen=self._all_seen())
+            self._emit(done)
+
+    def _round(self, number: int) -> None:
+        seed = round_seed(self._trial.seed, 0, number)
+        if self._trial.ablation != RAW:
+            run_machine(self._machine, seed, self._suite.rules_max)
+            return
+        rng = random.Random(seed)
+        for _ in range(ROUND_HISTORIES):
+            self._machine.raw(rng, self._suite.rules_max)  # type: ignore[attr-defined]
+
+    def _ended(self, world: "World", outcome: "Outcome") -> None:
+        """Take one history; the machine calls this at its end."""
+        self._reached += outcome.reached
+        self._effort = replace(
+            self._effort,
+            cpu_s=time.process_time() - self._clock_s,
+            histories=self._effort.histories + 1,
+            steps=self._effort.steps + outcome.steps,
+        )
+        keys = dict.fromkeys(violation_key(self._job.target, violation) for violation in outcome.violations)
+        self._note(keys, world)
+        self._tell_progress(outcome.steps)
+        if self._is_over() or not self._is_wanted(self._open.keys() - self._sighted.keys()):
+            raise _TrialOver
+
+    def _tell_progress(self, steps: int) -> None:
+        one = Progress(job=self._job.job, histories=1, steps=steps)
+        self._since = added(self._since, one)
+        if time.monotonic() - self._since_s > PROGRESS_INTERVAL_S:
+            self._emit(self._since)
+            self._since, self._since_s = Progress(job=self._job.job), time.monotonic()
+
+    def _note(self, keys: Iterable[Key], world: "World") -> None:
+        for key in keys:
+            self._seen[key] += 1
+            if key not in self._issues:
+                issue = known_as(self._job.known, key, self._release)
+                self._issues[key] = issue.id if issue else ""
+            for name, wanted in self._open.items():
+                if name not in self._sighted and self._is_counted(wanted, key):
+                    history = replace(world.history(), target=self._job.target)
+                    self._sighted[name] = _Sighting(self._so_far(), key, history, self._all_seen())
+
+    def _is_counted(self, wanted: Wanted, key: Key) -> bool:
+        return self._issues[key] in ("", wanted.name) and any(counts.matches(key) for counts in wanted.counts)
+
+    def _is_wanted(self, names: Collection[str]) -> bool:
+        """Whether the trial goes on while these haven't been found."""
+        return bool(names) or (self._trial.to_the_end and bool(self._trial.wanted))
+
+    def _all_seen(self) -> list[Seen]:
+        return [Seen(key, count, self._issues[key]) for key, count in self._seen.items()]
+
+    def _so_far(self) -> Effort:
+        return replace(self._effort, reached=dict(+self._reached))
+
+    def _is_over(self) -> bool:
+        return self._stopping() or self._effort.cpu_s >= self._trial.budget_cpu_s
+
+    def _settle(self, wanted: Wanted, sighting: "_Sighting") -> None:
+        """Run what was sighted again, make it short and tell it."""
+        key, original = sighting.key, sighting.history
+
+        def messages(history: AnyHistory) -> list[str]:
+            violations = self._suite.run(history).violations
+            return [v.message for v in violations if violation_key(self._job.target, v) == key]
+
+        if not messages(original):
+            message = f"{key.law} was broken, but not when its history was run again"
+            self._emit(Nondeterminism(job=self._job.job, message=message, history=original))
+            return
+        cpu_max_s = time.process_time() + MINIMISE_CPU_S
+        short = shortest(
+            self._suite,
+            original,
+            lambda history: bool(messages(history)),
+            lambda: time.process_time() > cpu_max_s or self._stopping(),
+        )
+        if self._stopping():  # not short yet; the next run finds it again
+            return
+        del self._open[wanted.name]
+        self._emit(
+            Sighted(
+                job=self._job.job,
+                trial=self._number,
+                wanted=wanted.name,
+                effort=sighting.effort,
+                key=key,
+                message=messages(short)[0],
+                ops_first=len(original.ops),
+                history=short,
+                seen=sighting.seen,
+            )
+        )
+
+
+class _TrialOver(BaseException):
+    """Leaves a round. An Exception would be a failure to Hypothesis."""
+
+
+def _without(
+    machine: type[RuleBasedStateMachine], ablation: str, sink: Callable[..., None]
+) -> type[RuleBasedStateMachine]:
+    """Return the machine with a sink, and without what an ablation takes away. KvspecError if it can't be taken."""
+    changes = ABLATIONS[ablation][1] if ablation else {}
+    needed = {"raw"} if ablation == RAW else set(changes)
+    if missing := sorted(name for name in needed if not hasattr(machine, name)):
+        raise KvspecError(f"{machine.__name__} has no {', '.join(missing)}, so it can't do the ablation {ablation}.")
+    return type(machine.__name__, (machine,), {**changes, "sink": staticmethod(sink)})

@@ -1,0 +1,82 @@
+"""The machine: bursts of traffic on one engine of a target."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvspec.ops import EngineSetup
+from kvspec.targets import Target
+from kvspec.world import Outcome, World
+from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
+
+ADVERSARY_NAMES = ("random", "random", "pct:1", "pct:3", "fair")
+ADVERSARIES = st.sampled_from(ADVERSARY_NAMES)
+
+Choices = Mapping[str, Sequence[Any]]
+"""Fields of an EngineSetup, and the values to choose from; what is listed twice is drawn twice as often."""
+
+
+def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
+    """Draw an engine."""
+    return drawn(EngineSetup, choices)
+
+
+class Sink(Protocol):
+    """Gets every history that has ended. A machine without one fails with the first violation instead."""
+
+    def __call__(self, world: World, outcome: Outcome) -> None: ...
+
+
+class OffloadMachine(RuleBasedStateMachine):
+    """Bursts of traffic on one engine. A machine of a connector says which engines, and what must be reached."""
+
+    REQUIRED: ClassVar[frozenset[str]] = frozenset()
+    SETUPS: ClassVar[Choices]
+    setups: ClassVar[st.SearchStrategy[EngineSetup]]
+    target: ClassVar[Target]
+    sink: ClassVar[Sink | None] = None
+    fair: ClassVar[bool] = False
+    """Ablation: a device that always makes progress, instead of the adversary that was drawn."""
+    live_prefixes: ClassVar[bool] = True
+    """Ablation if false: no prompt is repeated or continued on purpose."""
+
+    world: World | None = None
+
+    @initialize(data=st.data(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
+    def start(self, data: st.DataObject, mix: Mix, adversary: str, seed: int) -> None:
+        self._start(data.draw(self.setups), mix, adversary, seed)
+
+    def _start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
+        self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
+        self.traffic = Traffic(setup, mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
+
+    @rule(seed=SEEDS)
+    def burst(self, seed: int) -> None:
+        assert self.world is not None
+        for op in self.traffic.burst(seed):
+            self.world.apply(op)
+
+    @classmethod
+    def raw(cls, rng: random.Random, rules: int) -> None:
+        """Make one history without Hypothesis: the same choices, each drawn evenly, and so many bursts."""
+        machine = cls()
+        setup, mix = chosen(EngineSetup, cls.SETUPS, rng), chosen(Mix, MIXES, rng)
+        machine._start(setup, mix, rng.choice(ADVERSARY_NAMES), rng.getrandbits(32))
+        for _ in range(rules):
+            machine.burst(seed=rng.getrandbits(32))
+        machine.teardown()
+
+    def teardown(self) -> None:
+        if self.world is None:
+            return
+        outcome = self.world.finish()
+        if self.sink is not None:
+            self.sink(self.world, outcome)
+        elif outcome.violations:
+            raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
