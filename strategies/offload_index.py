@@ -25,7 +25,7 @@ from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
 from kvspec.model.pool import NULL
-from kvspec.model.profile import Profile, known_issues, profile_for
+from kvspec.model.profile import Profile, StoreMask, known_issues, profile_for
 from kvspec.model.tiers import Access, Adaptive, Answer, Placed, Recency, Tier
 from kvspec.targets.vllm import core as core_target
 from kvspec.targets.vllm import offload_index as target
@@ -73,7 +73,7 @@ def compare_tiers(
             named = tuple([name(key) for key in some] for some in lists)
             agree(arc, named[:2], state.lists[:2])
             agree("ARC-2" if arc != "ARC-3" else arc, named[2:], state.lists[2:])
-            agree("ARC-5", policy.target, state.target)
+            agree("ARC-6" if arc == "ARC-3" else "ARC-5", policy.target, state.target)
 
 
 class TierPair:
@@ -152,6 +152,16 @@ class TierPair:
             if expect.keys:
                 self.stores.append(Flight(expect.keys, user))
         self._compare(lru="LRU-2", arc="ARC-3", chunks="TIER-4")
+        self._compare_access(user)
+
+    def _compare_access(self, user: User) -> None:
+        """Compare what the tiers have noted of a request."""
+        noted = self.real.noted(user.context)
+        if noted is not None:
+            fresh = "USE-4" if self.model.resets else ""
+            agree(fresh or "USE-1", set(self._names(list(user.access.seen))), noted.seen)
+            agree(fresh or "USE-2", set(self._names(list(user.access.reused))), noted.reused)
+            agree(fresh or "USE-3", set(self._names(list(user.access.missed))), noted.missed)
 
     def _gives_up(self) -> bool:
         """Whether offload-arc-gives-up can be why a store is refused."""
@@ -184,6 +194,8 @@ class TierPair:
             self.reached["pinned"] += 1
             self.loads.append(Flight(keys, user))
         self._compare(lru="LRU-5", arc="TIER-2", chunks="TIER-2")
+        if isinstance(expect, list):
+            self._compare_access(user)
 
     def end_load(self, op: ops.EndLoad) -> None:
         if not self.loads:
@@ -261,6 +273,8 @@ class IndexPair:
         self.names = Names()
         self.requests: dict[str, OffloadRequest] = {}
         self.over = False
+        self.refused = False
+        """Whether a store was refused in the step before."""
         self.came = 0
         self.tier: Tier[Key] = Tier(setup.tier.slots, profile, setup.tier.policy, events=True, tie=self._raw)
         self.model = Offloader(
@@ -444,12 +458,13 @@ class IndexPair:
         agree("ADMIT-1", [tuple(load) for load in self._numbered(plan.loads)], list(map(tuple, answer.loads)))
         self._check_sizes(answer)
         agree("STORE-10", [tuple(store) for store in self._numbered(plan.stores)], list(map(tuple, answer.stores)))
-        self._compare_flushed(plan, answer)
+        self._compare_flushed(plan, answer, seen)
         self.reached["stored"] += bool(plan.stores)
         self.reached["stored-at-end"] += any(self.requests[store.request].ended for store in plan.stores)
         self.reached["flushed"] += bool(plan.flushed)
         self.reached["preempted"] += bool(seen.preempted)
-        self._compare(index="STORE-9", tier="STORE-10")
+        ended = seen.preempted and not self.profile.jobs_by_number
+        self._compare(index="STORE-9", tier="JOB-6" if ended else "STORE-10")
 
     def _numbered(self, transfers: list[Transfer]) -> list[Transfer]:
         if self.profile.jobs_by_number:
@@ -460,16 +475,34 @@ class IndexPair:
         """Compare what was offered to the tier, and what it took of it."""
         offers, self.offers = self.offers, []
         actual, self.real.offers = self.real.offers, []
-        clause = "STORE-6" if len(self.setup.groups) == 1 and self.setup.groups[0].kind is Kind.FULL else "STORE-11"
-        agree(clause, [self._raws(keys) for keys, _ in offers], [keys for keys, _ in actual])
+        expect, seen = [self._raws(keys) for keys, _ in offers], [keys for keys, _ in actual]
+        agree("STORE-15" if sorted(expect) == sorted(seen) else self._offer_clause(), expect, seen)
+        self.refused = any(keys is None for _, keys in actual)
         took = [None if keys is None else self._raws(keys) for _, keys in offers]
         agree("TIER-5", took, [keys for _, keys in actual])
 
-    def _compare_flushed(self, plan: ModelPlan, answer: target.Plan) -> None:
+    def _offer_clause(self) -> str:
+        """Return the clause that says most about what can be offered now."""
+        if self.refused:
+            return "STORE-8"
+        if self.model.dropped:
+            return "STORE-5"
+        known = [request for request in self.model.tracked.values() if request.table and request.ended]
+        if any(len(request.table[0]) < len(request.keys[0]) * self.setup.chunk_blocks for request in known):
+            return "STORE-7"
+        if all(group.kind is Kind.FULL for group in self.setup.groups):
+            return "STORE-6"
+        if self.setup.groups[0].block_tokens > self.setup.groups[-1].block_tokens:
+            return "STORE-13" if self.profile.store_mask is StoreMask.REGISTRATION else "STORE-12"
+        return "STORE-11"
+
+    def _compare_flushed(self, plan: ModelPlan, answer: target.Plan, seen: target.StepSeen) -> None:
         if self.profile.jobs_by_number:
             # Up to 0.22.1 jobs that are planned in the same step can be among them. The workers don't know those yet.
             planned = set() if self.profile.fences_whole_table else {store.job for store in answer.stores}
-            agree("FENCE-2", plan.flushed, answer.flushed - planned)
+            idle = self.profile.flushes_when_idle and all(request.ended for request in self.model.tracked.values())
+            clause = "FENCE-1" if seen.preempted else "FENCE-3" if idle else "FENCE-2"
+            agree(clause, plan.flushed, answer.flushed - planned)
 
     def _reported(self, answer: Any, jobs: dict[int, list[bytes]], sent: set[str], received: set[str]) -> None:
         for number, order in jobs.items():
@@ -481,6 +514,7 @@ class IndexPair:
                 self.model.reported(number, [by_name[raw] for raw in order])
             else:
                 self.reached["stale"] += 1
+                agree("JOB-3", True, number < self.model.first_job)
                 self.model.reported(number)
         if not self.profile.jobs_by_number:
             for number, job in list(self.model.jobs.items()):

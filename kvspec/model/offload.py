@@ -135,7 +135,8 @@ class Offloader:
         """Block -> jobs that read it, and that its holder doesn't protect."""
         self.loading: set[Key] = set()
         self._next_job = 0
-        self._first_job = 0
+        self.first_job = 0
+        """Jobs before this one are from before a reset."""
         self._flushed_by_reset: set[int] = set()
         self._loads: list[Transfer] = []
         self._flush: set[int] = set()
@@ -857,7 +858,7 @@ class Offloader:
         Releases: 0.22.1 and later.
         """
         self._flushed_by_reset.discard(number)
-        return number < self._first_job
+        return number < self.first_job
 
     @clause
     def keeps_stepping(self) -> bool:
@@ -922,7 +923,7 @@ class Offloader:
         for request in self.tracked.values():
             request.next_stored = [0 for _ in self.groups]
             request.jobs.clear()
-        self._first_job = self._next_job
+        self.first_job = self._next_job
         self.jobs.clear()
         self.fences.clear()
         self.loading.clear()

@@ -12,7 +12,7 @@ import msgspec
 
 from kvspec.model.groups import Group, Kind
 from kvspec.model.ops import CoarseOp
-from kvspec.model.profile import Profile
+from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
 
 
@@ -240,6 +240,8 @@ def index_setup(
 ) -> IndexSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = INDEX_FAMILIES[family] if profile.jobs_by_number else "F"
+    if profile.store_mask is StoreMask.ALL:  # Up to 0.21 all groups have blocks of one size.
+        letters = letters.replace("2", "")
     groups: list[Group] = []
     for index, letter in enumerate(letters):
         if letter == "2":

@@ -30,6 +30,14 @@ class TierState(NamedTuple):
     """ARC: slots for chunks used once."""
 
 
+class Noted(NamedTuple):
+    """What a manager has noted of a request."""
+
+    seen: set[RawKey]
+    reused: set[RawKey]
+    missed: set[RawKey]
+
+
 class RealTier:
     """A ``CPUOffloadingManager``.
 
@@ -82,6 +90,13 @@ class RealTier:
     def touch(self, keys: Sequence[RawKey], context: Any) -> None:
         """Count keys as used."""
         self.manager.touch(list(keys), *self._context_argument("touch", context))
+
+    def noted(self, context: Any) -> Noted | None:
+        """Return what is noted of a request; None up to 0.30."""
+        if not hasattr(self.manager, "_get_request_cache_access"):
+            return None
+        noted = self.manager._get_request_cache_access(context)
+        return Noted(set(noted.seen_keys), set(noted.reused_keys), set(noted.store_miss_keys))
 
     def finish(self, context: Any) -> None:
         """A request has ended."""
