@@ -14,8 +14,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from pd_engines import hand_over
+
 from kvspec.targets.vllm.offload_index import RealEngine, RealTier, Transfer, plan_of
 
+HAND_OVERS = 8
+"""Pairs of engines."""
 BLOCK = 4
 CHUNK_BLOCKS = 3
 CHUNK = BLOCK * CHUNK_BLOCKS
@@ -212,6 +216,13 @@ def scenarios() -> dict[str, dict[str, Any]]:
                 seen[f"two_backends {how} {what} {name}"] = two_backends(params, empty, asynchronous=asynchronous)
         if name == "absent" and decides_by_tier():
             seen[f"two_chunks {how} whole"] = two_chunks(None, asynchronous=asynchronous, forwards=True, whole=True)
+    for seed in range(HAND_OVERS):
+        for name in ("true", "absent"):
+            seen[f"hand_over {name} {seed}"] = hand_over(seed, PARAMS[name])
+        if decides_by_tier():
+            seen[f"hand_over whole {seed}"] = hand_over(seed, None, whole=True)
+    asks = {"whole": True, "params": None} if decides_by_tier() else {"params": REMOTE_DECODE}
+    seen["hand_over damaged"] = hand_over(0, damaged=True, **asks)
     return seen
 
 
