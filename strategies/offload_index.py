@@ -20,7 +20,7 @@ import msgspec
 
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import ClauseBroken, agree
-from kvspec.model.groups import Kind, blocks_for
+from kvspec.model.groups import Kind
 from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
@@ -558,24 +558,15 @@ class IndexPair:
 
     def _explain(self, call: str, error: Exception, *told: Any) -> None:
         """Raise Known if a known issue is why the connector has raised."""
-        if call == "update_state_after_alloc" and "offload-window-assert" in self.avoid and self._is_long(*told):
-            raise Known("offload-window-assert")
         aborted = call == "build_connector_meta" and any(self.requests[name].aborted for name in told[0].finished)
         if aborted and "offload-abort-never-scheduled" in self.avoid:
             raise Known("offload-abort-never-scheduled")
+        loads = {job.request.name for job in self.model.jobs.values() if not job.store}
+        loads_at_once = call == "build_connector_meta" and not loads.isdisjoint(told[0].preempted)
+        if loads_at_once and "offload-reset-then-load" in self.avoid:
+            raise Known("offload-reset-then-load")
         if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
-
-    def _is_long(self, name: str, rows: Any, found: Any, external: int) -> bool:
-        """Whether a load into a window has more blocks than the window's chunks."""
-        end = self.requests[name].local + external
-        for group, known in zip(self.setup.groups, found, strict=True):
-            last = blocks_for(end, group.block_tokens)
-            first = next((i for i in range(last) if not known[i]), last)
-            chunks = blocks_for(group.reach, group.block_tokens * self.setup.chunk_blocks)
-            if group.kind is not Kind.FULL and last - first > chunks * self.setup.chunk_blocks:
-                return True
-        return False
 
     def _check_last(self, seen: target.StepSeen) -> None:
         """Raise Known if the last chunks of a request that has ended can't be compared."""

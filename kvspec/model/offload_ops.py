@@ -26,31 +26,31 @@ class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 class Come(CoarseOp, frozen=True, tag="come"):
     """A request comes, whose text has ``shared`` chunks of the trunk, then ``own`` of branch ``branch``; two groups."""
 
-    shared: int
-    own: int
-    branch: int
+    shared: int = 0
+    own: int = 0
+    branch: int = 0
 
 
 class LookUp(CoarseOp, frozen=True, tag="look-up"):
     """Look a request's ``index``-th key up."""
 
-    pick: int
-    index: int
+    pick: int = 0
+    index: int = 0
 
 
 class Offer(CoarseOp, frozen=True, tag="offer"):
     """Offer ``count`` keys of a request to be stored, from the ``first``-th on."""
 
-    pick: int
-    first: int
-    count: int
+    pick: int = 0
+    first: int = 0
+    count: int = 1
 
 
 class EndStore(CoarseOp, frozen=True, tag="end-store"):
     """One of the stores in flight ends; it has failed if ``failed`` is above 0."""
 
-    pick: int
-    failed: int
+    pick: int = 0
+    failed: int = 0
 
 
 class Load(CoarseOp, frozen=True, tag="load"):
@@ -58,30 +58,30 @@ class Load(CoarseOp, frozen=True, tag="load"):
     the first of them, whether it can be loaded or not.
     """
 
-    pick: int
-    first: int
-    count: int
-    any_key: int
+    pick: int = 0
+    first: int = 0
+    count: int = 1
+    any_key: int = 0
 
 
 class EndLoad(CoarseOp, frozen=True, tag="end-load"):
     """One of the loads in flight ends."""
 
-    pick: int
+    pick: int = 0
 
 
 class TouchKeys(CoarseOp, frozen=True, tag="touch-keys"):
     """Count ``count`` keys of a request as used, from the ``first``-th on."""
 
-    pick: int
-    first: int
-    count: int
+    pick: int = 0
+    first: int = 0
+    count: int = 1
 
 
 class Leave(CoarseOp, frozen=True, tag="leave"):
     """A request ends."""
 
-    pick: int
+    pick: int = 0
 
 
 class ResetTier(CoarseOp, frozen=True, tag="reset-tier"):
@@ -145,24 +145,24 @@ class Begin(CoarseOp, frozen=True, tag="begin"):
     It says ``says`` tokens. ``params`` picks its ``kv_transfer_params``.
     """
 
-    shared: int
-    own: int
-    branch: int
-    says: int
-    params: int
-    reads_cache: int
+    shared: int = 0
+    own: int = 0
+    branch: int = 0
+    says: int = 1
+    params: int = 0
+    reads_cache: int = 1
 
 
 class MakeSteps(CoarseOp, frozen=True, tag="make-steps"):
     """Make ``count`` steps."""
 
-    count: int
+    count: int = 1
 
 
 class EndTransfer(CoarseOp, frozen=True, tag="end-transfer"):
     """One of the transfers in flight ends; it is reported with the next step."""
 
-    pick: int
+    pick: int = 0
 
 
 class EndTransfers(CoarseOp, frozen=True, tag="end-transfers"):
@@ -172,14 +172,14 @@ class EndTransfers(CoarseOp, frozen=True, tag="end-transfers"):
 class AbortOne(CoarseOp, frozen=True, tag="abort-one"):
     """The client of a request goes away."""
 
-    pick: int
+    pick: int = 0
 
 
 class ResetAll(CoarseOp, frozen=True, tag="reset-all"):
     """Reset the prefix cache, with what runs (``running`` above 0), and with the connector's (``connector``)."""
 
-    running: int
-    connector: int
+    running: int = 0
+    connector: int = 0
 
 
 IndexOp = Begin | MakeSteps | EndTransfer | EndTransfers | AbortOne | ResetAll

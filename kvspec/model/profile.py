@@ -600,7 +600,7 @@ KNOWN_ISSUES = (
     KnownIssue(
         "offload-group-sizes-null",
         "STORE-11",
-        "0.20.2",
+        "0.21.0",
         "0.22.1",
         "The sizes of a store count blocks that have left the window.",
         "vllm#42945",
@@ -612,14 +612,6 @@ KNOWN_ISSUES = (
         "0.23.0",
         "A block that has left a window is stored as the request's after it was given to another.",
         "tests/test_offload_index.py",
-    ),
-    KnownIssue(
-        "offload-window-assert",
-        "ADMIT-1",
-        "0.21.0",
-        "0.27.1",
-        "A load into a window that begins inside a block is refused.",
-        "vllm#48911",
     ),
     KnownIssue(
         "offload-reset-keeps-jobs",
@@ -651,6 +643,14 @@ KNOWN_ISSUES = (
         "0.26.0",
         "0.27.1",
         "A request whose earlier stores are reported as it ends is forgotten before its last chunks are offered.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-reset-then-load",
+        "FENCE-1",
+        "0.21.0",
+        "0.33.0",
+        "A reset that preempts a request which loads again in the next step makes that step fail.",
         "tests/test_offload_index.py",
     ),
     KnownIssue(
