@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from pd_prefill import PARAMS
+from pd_prefill import HAND_OVERS, PARAMS
 
 from kvspec.gate import prepare
 
@@ -179,3 +179,37 @@ def test_in_later_releases_a_manager_that_asks_for_whole_requests_gets_them(how:
 def test_in_later_releases_no_backend_stores_again_what_it_has(how: str, later: Seen) -> None:
     seen = later[f"two_backends {how} kept true"]
     assert (seen["stored by 0"], seen["stored by 1"]) == ([[1]], [[1]])
+
+
+# Two engines ----------------------------------------------------------------------------------------------------------
+
+seeds = pytest.mark.parametrize("seed", range(HAND_OVERS))
+
+
+def is_served_whole(seen: dict[str, Any]) -> bool:
+    """Whether the decode engine has found every whole chunk of the prompt, and no engine has read a wrong byte."""
+    assert seen["loaded"] > 0
+    return seen["found"] == seen["prompt"] and not seen["broken in prefill"] and not seen["broken in decode"]
+
+
+@seeds
+def test_a_decode_engine_reads_exactly_the_bytes_of_the_whole_prompt(seed: int, earlier: Seen) -> None:
+    assert is_served_whole(earlier[f"hand_over true {seed}"]), earlier[f"hand_over true {seed}"]
+
+
+@seeds
+def test_without_the_parameter_a_decode_engine_lacks_what_was_loaded(seed: int, earlier: Seen) -> None:
+    seen = earlier[f"hand_over absent {seed}"]
+    assert seen["loaded"] > 0
+    assert seen["found"] == 0
+    assert not seen["broken in decode"]
+
+
+@seeds
+def test_in_later_releases_a_whole_request_reaches_the_decode_engine(seed: int, later: Seen) -> None:
+    assert is_served_whole(later[f"hand_over whole {seed}"]), later[f"hand_over whole {seed}"]
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed(earlier: Seen, later: Seen) -> None:
+    for seen in (earlier, later):
+        assert "SHADOW-1" in seen["hand_over damaged"]["broken in decode"]
