@@ -13,6 +13,7 @@ import numpy as np
 
 from kvspec.ops import Add, EngineSetup, Reset, Settle
 from kvspec.targets import load_target
+from kvspec.targets.vllm.offload_index import RealTier, tier_state
 from kvspec.world import World
 
 PREFILL, DECODE = "prefill", "decode"
@@ -61,8 +62,8 @@ class Engine:
 
     def read(self, keys: list[bytes]) -> Chunks:
         """Return the chunks of keys that the tier has."""
-        index = self.tier.index()
-        slots = {key: index[key] for key in dict.fromkeys(keys) if key in index}
+        chunks = tier_state(self.manager).chunks
+        slots = {key: chunks[key][0] for key in dict.fromkeys(keys) if key in chunks and chunks[key][1]}
         return {
             key: [[tensor[slot].copy() for tensor in rank.tensors] for rank in self.tier._ranks]
             for key, slot in slots.items()
@@ -70,8 +71,6 @@ class Engine:
 
     def fill(self, chunks: Chunks) -> None:
         """Put chunks into the tier, as if a remote engine had sent them."""
-        from kvspec.targets.vllm.offload_index import RealTier
-
         if not chunks:
             return
         tier = RealTier.__new__(RealTier)
