@@ -101,6 +101,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Known issues that were seen, and didn't count."""
     failure: str = ""
     """Why nothing can be said: the worker died, the machine never makes the event."""
+    died: bool = False
+    """It was the worker."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +186,7 @@ def source_digest(*more: Path) -> str:
         file for file in files if not any(part.startswith(_PARENTS) for part in file.relative_to(package.parent).parts)
     ]
     for place in more:
-        run += place.rglob("*.py") if place.is_dir() else [place]
+        run += place.rglob("*.py") if place.is_dir() else [place] * place.is_file()
     digest = hashlib.sha256()
     for file in sorted(run):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -433,7 +435,7 @@ class _Run:
             self._bench.failures.append(event)
             return []
         for name in sorted(self._open[event.job, number]):
-            self._add(event.job, number, name, Effort(), failure=event.message)
+            self._add(event.job, number, name, Effort(), failure=event.message, died=True)
         return self._jobs[event.job][number + 1 :]
 
     def _sighted(self, event: Sighted) -> None:

@@ -15,19 +15,19 @@ import click
 from msgspec.structs import replace
 from rich.text import Text
 
-from kvspec import __version__, releases
+from kvspec import __version__
 from kvspec.cli_bench import bench
-from kvspec.cli_release import InstallProgress, release
+from kvspec.cli_release import prepared_target, release
 from kvspec.cli_types import Duration, known_option
 from kvspec.errors import KvspecError
 from kvspec.events import Event, Replayed
 from kvspec.findings import load_finding, load_history
-from kvspec.gate import FINDINGS_DIR, Plan, Prepared, prepare, replay_history, run_gate, split_target
+from kvspec.gate import FINDINGS_DIR, Plan, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
-from kvspec.report.terminal import PipeConsole, StdoutConsole, Terminal
+from kvspec.report.terminal import StdoutConsole, Terminal
 from kvspec.spec import FORMATS, collect, render
 
 DEFAULT_TARGET = "vllm-simple"
@@ -156,7 +156,7 @@ def gate(
         known=[] if no_known else load_known(known_file),
         fail_fast=fail_fast,
     )
-    prepared = _prepared(target)
+    prepared = prepared_target(target)
     with ExitStack() as stack:
         handlers: list[Callable[[Event], None]] = [stack.enter_context(Terminal(StdoutConsole()))]
         if junit:
@@ -169,16 +169,6 @@ def gate(
                 handle(event)
 
         return run_gate(prepared, plan, emit).exit_code
-
-
-def _prepared(target: str) -> Prepared:
-    """Install the release if need be, and show how that goes."""
-    with ExitStack() as stack:
-
-        def progress(version: str) -> releases.Progress:
-            return stack.enter_context(InstallProgress(version, PipeConsole(stderr=True)))
-
-        return prepare(target, progress)
 
 
 @cli.command()
@@ -204,7 +194,7 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
       0    no law is broken
     """
     history = load_finding(file).history if file.is_dir() else load_history(file)
-    prepared = _prepared(target or history.target)
+    prepared = prepared_target(target or history.target)
     history = replace(history, target=prepared.target)
     replayed = replay_history(prepared, history)
     console = StdoutConsole()
@@ -245,7 +235,7 @@ def measure(target: str, histories: int, seed: int) -> int:
     """
     if split_target(target)[0] == "vllm-core":
         raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
-    prepared = _prepared(target)
+    prepared = prepared_target(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     done = subprocess.run(command, env=prepared.environment, stdout=subprocess.PIPE, text=True)
     click.echo(done.stdout, nl=False)

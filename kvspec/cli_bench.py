@@ -5,6 +5,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 import kvspec
-from kvspec import releases
 from kvspec.bench import (
     CASES,
     DEFECTS,
@@ -30,17 +30,15 @@ from kvspec.bench import (
     run_bench,
     source_digest,
 )
-from kvspec.cli_release import InstallProgress
+from kvspec.cli_release import prepared_target
 from kvspec.cli_types import Duration, known_option
 from kvspec.defects import Defect, load_defects
-from kvspec.events import Event, Interrupted, TrialStarted, WorkerFailed, WorkerReady
+from kvspec.events import ABLATIONS, Event, Interrupted, TrialStarted, WorkerFailed, WorkerReady
 from kvspec.events import Progress as Counted
 from kvspec.findings import now
-from kvspec.gate import Prepared, prepare
 from kvspec.known import load_known
 from kvspec.report.bench import Report, write_reports
 from kvspec.report.terminal import PLAIN_INTERVAL_S, StdoutConsole
-from kvspec.trial import ABLATIONS
 
 
 class BenchTerminal:
@@ -225,28 +223,17 @@ def bench(
         registry=registry,
     )
     plan = _chosen(plan, names, targets)
-    digest = source_digest(*(place for place, wanted in ((cases, plan.cases), (registry, plan.defects)) if wanted))
-    header = Header(kvspec=kvspec.__version__, code=digest, budget_cpu_s=budget, started=now())
+    header = Header(kvspec=kvspec.__version__, code=source_digest(cases, registry), budget_cpu_s=budget, started=now())
     console = StdoutConsole()
     with ExitStack() as stack:
         terminal = stack.enter_context(BenchTerminal(console))
-        done = run_bench(plan, header, resume, _prepared, terminal)
+        done = run_bench(plan, header, resume, prepared_target, terminal)
     files = write_reports(done, _command(seeds, budget, names, targets, only, ablate))
     for line in summary(done):
         console.print(line)
     for file in files:
         console.print(f"report: {file}")
     return exit_code(done)
-
-
-def _prepared(target: str) -> Prepared:
-    """Install the release of a target if need be, and show how that goes."""
-    with ExitStack() as stack:
-
-        def progress(version: str) -> releases.Progress:
-            return stack.enter_context(InstallProgress(version, Console(stderr=True)))
-
-        return prepare(target, progress)
 
 
 def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> BenchPlan:
@@ -259,7 +246,7 @@ def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> Be
                 f"--case {pattern!r} is no case or defect; there are {', '.join(sorted(near)[:12])}, …"
             )
     for target in targets:
-        if split_release(target):
+        if "@" in target:
             raise click.UsageError(f"--target {target!r} has a release; each case says by itself which ones it needs.")
         if target not in {one.target for one in everything.values()}:
             there = ", ".join(sorted({one.target for one in everything.values()}))
@@ -269,18 +256,11 @@ def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> Be
         fits = not names or any(fnmatchcase(name, pattern) for pattern in names)
         return fits and (not targets or one.target in targets)
 
-    return BenchPlan(
-        **{
-            **vars(plan),
-            "cases": [case for case in plan.cases if wanted(case.id, case)],
-            "defects": {name: defect for name, defect in plan.defects.items() if wanted(name, defect)},
-        }
+    return replace(
+        plan,
+        cases=[case for case in plan.cases if wanted(case.id, case)],
+        defects={name: defect for name, defect in plan.defects.items() if wanted(name, defect)},
     )
-
-
-def split_release(target: str) -> str | None:
-    """Return the release of a target's name, if there is one."""
-    return target.partition("@")[2] or None
 
 
 def _command(
@@ -305,7 +285,9 @@ def summary(bench: Bench) -> list[Text]:
             left = f"; {len(figures) - len(ran)} not run" if len(figures) > len(ran) else ""
             style = "bold green" if proved == len(ran) else "bold red"
             lines.append(Text(f"{what}: {proved} of {len(ran)} found by every seed and silent elsewhere{left}", style))
-        lines += [Text(f"  {one.id}: {one.note()}", "yellow") for one in figures if one.note()]
+        lines += [Text(f"  {id}: {note}", "yellow") for id, note in report.noted(figures)]
+        for why, target, ids in report.left_out(figures):
+            lines.append(Text(f"  {why} ({target}): {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}", "dim"))
     return lines
 
 
@@ -313,6 +295,6 @@ def exit_code(bench: Bench) -> int:
     """Return the strongest fact, as the help says."""
     ran = [row for row in bench.rows if not row.failure]
     missed = any(row.found == (row.side == "fixed") for row in ran if not row.ablation)
-    died = bench.failures or any(row.failure.startswith("Worker ") for row in bench.rows)
+    died = bench.failures or any(row.died for row in bench.rows)
     facts = ((1, missed), (2, died), (4, bench.nondeterminism), (130, bench.interrupted))
     return next((code for code, fact in facts if fact), 0)

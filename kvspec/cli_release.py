@@ -1,6 +1,7 @@
 """``kvspec release``: the releases of vLLM on this machine."""
 
 import time
+from contextlib import ExitStack
 from types import TracebackType
 
 import click
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from kvspec import releases
 from kvspec.errors import KvspecError
+from kvspec.gate import Prepared, prepare
 from kvspec.releases import KNOWN_GOOD, Phase
 from kvspec.report.terminal import PipeConsole
 
@@ -66,6 +68,16 @@ def _amount(done_bytes: int, total_bytes: int | None) -> str:
     if total_bytes is None:
         return f", {done_bytes / 1e6:.1f} MB so far" if done_bytes else ""
     return f", {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
+
+
+def prepared_target(target: str) -> Prepared:
+    """Install the release of a target if need be, and show how that goes."""
+    with ExitStack() as stack:
+
+        def progress(version: str) -> releases.Progress:
+            return stack.enter_context(InstallProgress(version, PipeConsole(stderr=True)))
+
+        return prepare(target, progress)
 
 
 @click.group()

@@ -6,3 +6,7 @@ class KvspecError(Exception):
 
     The command line prints the message, without a traceback, and exits with status 2.
     """
+
+
+class SetupRefused(KvspecError):
+    """A target can't run a setup: a combination that its release doesn't support."""

@@ -66,6 +66,15 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Events without which it can't show."""
 
 
+FAIR, RAW, NO_LIVE_PREFIXES = "fair-device", "raw-driver", "no-live-prefixes"
+ABLATIONS = {
+    FAIR: "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
+    RAW: "the same choices drawn evenly from a seed, without Hypothesis",
+    NO_LIVE_PREFIXES: "no prompt is repeated or continued on purpose",
+}
+"""What a trial's machine can be made to do without, and what that means."""
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One seed of a target's machine, until all that is wanted was found or the budget is used up."""
 
@@ -73,7 +82,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     budget_cpu_s: float
     wanted: tuple[Wanted, ...]
     ablation: str = ""
-    """What the machine has to do without; see ``kvspec.trial.ABLATIONS``."""
+    """What the machine has to do without; see ABLATIONS."""
     defect: str = ""
     """A planted defect, by name."""
     to_the_end: bool = False

@@ -71,7 +71,7 @@ DEVICE = _law(
 )
 PROGRESS = _law(
     "PROGRESS-1",
-    "With a device that makes progress, an engine gets rid of its requests, begins its stores, and goes idle.",
+    "With a device that makes progress, an engine ends its requests, begins the stores it planned, and goes idle.",
     "Otherwise clients wait for ever while nothing runs, or the engine works for nobody, or stores wait for a client.",
 )
 CONSERVE = _law(

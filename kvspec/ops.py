@@ -10,9 +10,59 @@ import re
 
 import msgspec
 
+BLOCK_SIZE_MAX = 128
+_RANGES = {
+    "gpu_blocks": (2, 4096),
+    "cpu_blocks": (2, 4096),
+    "block_size": (1, BLOCK_SIZE_MAX),
+    "step_tokens": (1, 65536),
+    "running_max": (1, 256),
+    "ranks": (1, 8),
+    "decode_ranks": (1, 8),
+    "prefill_ranks": (1, 8),
+    "interleave": (1, BLOCK_SIZE_MAX),
+}
+"""Least and most of each number of a setup; beyond the most an engine takes more memory or time than it is worth."""
+GROUPS_MAX = 4
+GROUP_KINDS = ("full", "sliding-window")
+
+
+def _refuse_outside(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; it must be {least if least == most else f'{least} to {most}'}")
+
+
+def _tokens(count: int, kind: str = "") -> str:
+    return f"{count} {kind}token{'' if count == 1 else 's'}"
+
+
+class AttentionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers that share a block table. ValueError: there is no such kind, or it has no such reach."""
+
+    kind: str = "full"
+    """``full`` or ``sliding-window``."""
+    block_size: int = 0
+    """Tokens per block and rank; 0: the setup's."""
+    reach: int = 0
+    """Tokens that attention reads, the query's own included; 0 for full attention: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GROUP_KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of group; there are {', '.join(GROUP_KINDS)}")
+        _refuse_outside("block_size of a group", self.block_size, 0, BLOCK_SIZE_MAX)
+        _refuse_outside(f"reach of a {self.kind} group", self.reach, *((0, 0) if self.kind == "full" else (1, 4096)))
+
+    def __str__(self) -> str:
+        reach = f" of {_tokens(self.reach)}" if self.reach else ""
+        blocks = f" in blocks of {_tokens(self.block_size)}" if self.block_size else ""
+        return f"{self.kind}{reach}{blocks}"
+
 
 class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine of a history. Blocks, tokens and requests are counts; ``block_size`` is tokens per block and rank."""
+    """The engine of a history. Blocks, tokens and requests are counts; ``block_size`` is tokens per block and rank.
+
+    ValueError says which value can't be.
+    """
 
     gpu_blocks: int = 11
     """Blocks of the GPU pool, the null block included."""
@@ -28,7 +78,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runner_v2: bool = True
     """Which model runner's order of calls."""
     ranks: int = 1
-    """World size (tensor parallel)."""
+    """Tensor-parallel ranks without context parallelism: each keeps every token of its heads."""
     lazy: bool = False
     """SimpleCPUOffload: store what is about to be evicted instead of what has been computed."""
     events: bool = False
@@ -41,6 +91,45 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """OffloadingConnector: ``lru`` or ``arc``."""
     prompt_only: bool = True
     """OffloadingConnector: store what was asked, not what was generated."""
+    decode_ranks: int = 1
+    """Decode context parallelism: ranks that share the tokens of a block."""
+    prefill_ranks: int = 1
+    """Prefill context parallelism: ranks that share the work of a prompt, and in some releases the tokens of a block
+    too."""
+    interleave: int = 1
+    """Tokens in a row that one context-parallel rank keeps before it is the next one's turn."""
+    groups: tuple[AttentionGroup, ...] = (AttentionGroup(),)
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            _refuse_outside(name, getattr(self, name), least, most)
+        if not 1 <= len(self.groups) <= GROUPS_MAX:
+            raise ValueError(f"there are {len(self.groups)} groups; there must be 1 to {GROUPS_MAX}")
+        if self.ranks > 1 and self.context_ranks > 1:
+            raise ValueError(
+                f"ranks is {self.ranks} and there are {self.context_ranks} context-parallel ranks; "
+                "one of them must be 1"
+            )
+        for size in self.block_sizes:
+            if size % self.interleave:
+                raise ValueError(f"interleave is {self.interleave}; it must divide the block size, {size}")
+        if any(max(self.block_sizes) % size for size in self.block_sizes):
+            raise ValueError(f"the groups' block sizes are {self.block_sizes}; each must divide the largest")
+
+    @property
+    def context_ranks(self) -> int:
+        """Context-parallel ranks of both kinds."""
+        return self.decode_ranks * self.prefill_ranks
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.ranks * self.context_ranks
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block and rank of each group."""
+        return tuple(group.block_size or self.block_size for group in self.groups)
 
 
 class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag=str.lower):
@@ -206,7 +295,3 @@ def in_words(op: Op) -> str:
             return "time passes on the device"
         case Settle():
             return f"everything in flight completes, and the engine steps until it is idle (at most {op.count} steps)"
-
-
-def _tokens(count: int, kind: str = "") -> str:
-    return f"{count} {kind}token{'' if count == 1 else 's'}"

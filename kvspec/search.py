@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
 import kvspec
-from kvspec.errors import KvspecError
+from kvspec.errors import KvspecError, SetupRefused
 from kvspec.events import (
     Event,
     FindingFound,
@@ -245,7 +245,10 @@ class Search:
         return shortest(self._suite, original, shows, spent), not out_of_time
 
     def _shows(self, key: Key, history: AnyHistory) -> bool:
-        return key in map(self._key, self._suite.run(history).violations)
+        try:
+            return key in map(self._key, self._suite.run(history).violations)
+        except SetupRefused:
+            return False
 
     def _key(self, violation: Any) -> Key:
         return violation_key(self._job.target, violation)

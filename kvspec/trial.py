@@ -12,12 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine
 from msgspec.structs import replace
 
 from kvspec.defects import load_defects, planted
 from kvspec.errors import KvspecError
 from kvspec.events import (
+    FAIR,
+    NO_LIVE_PREFIXES,
+    RAW,
     Effort,
     Event,
     Nondeterminism,
@@ -52,16 +56,8 @@ if TYPE_CHECKING:
 
 WARM_UP_HISTORIES = 5
 
-RAW = "raw-driver"
-ABLATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "fair-device": (
-        "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
-        {"fair": True},
-    ),
-    RAW: ("the same choices drawn evenly from a seed, without Hypothesis", {}),
-    "no-live-prefixes": ("no prompt is repeated or continued on purpose", {"live_prefixes": False}),
-}
-"""What a machine can be made to do without: a sentence, and the class attributes that do it."""
+_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, RAW: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
+"""Class attributes of a machine that make it do without something."""
 
 
 def run_trials(suite: Suite, job: TrialJob, emit: Callable[[Event], None], stopping: Callable[[], bool]) -> None:
@@ -121,6 +117,7 @@ class _Run:
         self._seen: Counter[Key] = Counter()
         self._issues: dict[Key, str] = {}
         self._clock_s = 0.0
+        self._to_the_end = self._trial.to_the_end
         self._since, self._since_s = Progress(job=job.job), time.monotonic()
 
     def run(self) -> None:
@@ -129,11 +126,20 @@ class _Run:
             if missing := sorted(set(wanted.events) - self._suite.events.keys()):
                 del self._open[wanted.name]
                 self._emit(Unreachable(job=self._job.job, trial=self._number, wanted=wanted.name, events=missing))
+        self._to_the_end &= bool(self._open)
         number = 0
         while self._is_wanted(self._open) and not self._is_over():
+            before = self._effort.histories
             self._clock_s = time.process_time() - self._effort.cpu_s
-            with suppress(_TrialOver):
+            try:
                 self._round(number)
+            except _TrialOver:
+                pass
+            except (Flaky, FlakyStrategyDefinition) as error:
+                message = f"the machine drew differently after the same start: {error}"
+                self._emit(Nondeterminism(job=self._job.job, message=message, history=None))
+            if self._effort.histories == before:
+                raise KvspecError(f"The machine of {self._job.target} makes no history.")
             for name in list(self._sighted):
                 self._settle(self._open[name], self._sighted.pop(name))
             number += 1
@@ -188,7 +194,7 @@ class _Run:
 
     def _is_wanted(self, names: Collection[str]) -> bool:
         """Whether the trial goes on while these haven't been found."""
-        return bool(names) or (self._trial.to_the_end and bool(self._trial.wanted))
+        return bool(names) or self._to_the_end
 
     def _all_seen(self) -> list[Seen]:
         return [Seen(key, count, self._issues[key]) for key, count in self._seen.items()]
@@ -244,7 +250,7 @@ def _without(
     machine: type[RuleBasedStateMachine], ablation: str, sink: Callable[..., None]
 ) -> type[RuleBasedStateMachine]:
     """Return the machine with a sink, and without what an ablation takes away. KvspecError if it can't be taken."""
-    changes = ABLATIONS[ablation][1] if ablation else {}
+    changes = _CHANGES[ablation] if ablation else {}
     needed = {"raw"} if ablation == RAW else set(changes)
     if missing := sorted(name for name in needed if not hasattr(machine, name)):
         raise KvspecError(f"{machine.__name__} has no {', '.join(missing)}, so it can't do the ablation {ablation}.")

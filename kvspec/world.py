@@ -147,6 +147,8 @@ class World:
             context.enter_context(target.activated())
             self._engine: Engine = target.start(setup, self._adversary, self)
             self._context = context.pop_all()
+        self.longest_request = self._engine.longest_request
+        """Tokens, prompt and output, of the longest request that the engine can run; longer ones aren't added."""
 
     # Ops --------------------------------------------------------------------------------------------------------------
 
@@ -185,8 +187,8 @@ class World:
         prompt = self._prompt(op)
         if op.request in self._names or prompt is None:
             return
-        if len(prompt) + op.max_tokens > (self._setup.gpu_blocks - 1) * self._setup.block_size:
-            return  # vLLM refuses at start-up a model length that the GPU can't hold.
+        if len(prompt) + op.max_tokens > self._engine.longest_request:
+            return
         self._names[op.request] = None
         self._engine.add(op, prompt, arrival=len(self._names))
 
@@ -285,22 +287,22 @@ class World:
         self._cpu_index = index
 
     def _bytes_are_wrong(
-        self, key: bytes, block: int, tier: str, read: Callable[[int, int], np.ndarray]
+        self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]
     ) -> Iterator[str]:
-        expected = self._engine.expected_tags(key)
         what = self._engine.describe_key(key)
-        if expected is None:
-            yield f"{tier} block {block} can be hit under a key that no request has: {what}"
-            return
-        for rank in range(self._setup.ranks):
-            found = read(rank, block)
+        for rank in range(self._setup.world_size):
+            expected = self._engine.expected_tags(key, rank)
+            if expected is None:
+                yield f"{tier} block {block} can be hit under a key that no request has: {what}"
+                return
+            found = read(key, rank, block)[:, : len(expected)]
             wrong = found != expected
             if wrong.any():
                 layer, offset = (int(axis[0]) for axis in wrong.nonzero())
                 tag = int(found[layer, offset])
                 yield (
                     f"{tier} block {block} can be hit as {what}, but on rank {rank}, layer {layer}, token {offset} "
-                    f"of the block, it holds {self._engine.describe_tag(tag, rank, layer)}"
+                    f"of the block, it holds {self._engine.describe_tag(key, rank, layer, tag)}"
                 )
                 return
 
@@ -323,7 +325,7 @@ class World:
         self._first_report.pop(request, None)
         if self._local_hit.get(request):
             self._reach("partial hit")
-        for rank in range(self._setup.ranks):
+        for rank in range(self._setup.world_size):
             self._loads_due[request, rank] += 1
 
     def scheduled(self, plan: Plan) -> None:

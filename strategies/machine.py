@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from msgspec import structs
 
-from kvspec.ops import EngineSetup
+from kvspec.ops import AttentionGroup, EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
 from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
@@ -19,12 +20,33 @@ ADVERSARY_NAMES = ("random", "random", "pct:1", "pct:3", "fair")
 ADVERSARIES = st.sampled_from(ADVERSARY_NAMES)
 
 Choices = Mapping[str, Sequence[Any]]
-"""Fields of an EngineSetup, and the values to choose from; what is listed twice is drawn twice as often."""
+"""Fields of an EngineSetup, and the values to choose from; what is listed twice is drawn twice as often.
+
+A value that is a mapping stands for several fields, whatever its name.
+"""
+
+
+def setup_of(**chosen: Any) -> EngineSetup:
+    """Return the setup that some choices mean. The more groups, the larger the pools."""
+    fields: dict[str, Any] = {}
+    for name, value in chosen.items():
+        fields |= value if isinstance(value, Mapping) else {name: value}
+    setup = EngineSetup(**fields)
+    groups = len(setup.groups)
+    return structs.replace(setup, gpu_blocks=setup.gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
 
 
 def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
     """Draw an engine."""
-    return drawn(EngineSetup, choices)
+    return drawn(setup_of, choices)
+
+
+def supported(setup: EngineSetup, target: Target) -> EngineSetup:
+    """Return the setup; if the target refuses it, with the other runner, or else with one rank and group."""
+    for candidate in (setup, structs.replace(setup, runner_v2=not setup.runner_v2)):
+        if not target.refusal(candidate):
+            return candidate
+    return structs.replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1, groups=(AttentionGroup(),))
 
 
 class Sink(Protocol):
@@ -53,8 +75,9 @@ class OffloadMachine(RuleBasedStateMachine):
         self._start(data.draw(self.setups), mix, adversary, seed)
 
     def _start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
+        setup = supported(setup, self.target)
         self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
-        self.traffic = Traffic(setup, mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
+        self.traffic = Traffic(mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
 
     @rule(seed=SEEDS)
     def burst(self, seed: int) -> None:
@@ -66,7 +89,7 @@ class OffloadMachine(RuleBasedStateMachine):
     def raw(cls, rng: random.Random, rules: int) -> None:
         """Make one history without Hypothesis: the same choices, each drawn evenly, and so many bursts."""
         machine = cls()
-        setup, mix = chosen(EngineSetup, cls.SETUPS, rng), chosen(Mix, MIXES, rng)
+        setup, mix = chosen(setup_of, cls.SETUPS, rng), chosen(Mix, MIXES, rng)
         machine._start(setup, mix, rng.choice(ADVERSARY_NAMES), rng.getrandbits(32))
         for _ in range(rules):
             machine.burst(seed=rng.getrandbits(32))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, Op, Reset, Settle, Step
+from kvspec.ops import Abort, Add, Advance, Finish, Op, Reset, Settle, Step
 from kvspec.world import World
 
 T = TypeVar("T")
@@ -93,8 +93,8 @@ def mixes() -> st.SearchStrategy[Mix]:
 class Traffic:
     """The ops of one history, burst by burst."""
 
-    def __init__(self, setup: EngineSetup, mix: Mix, world: World) -> None:
-        self._longest = (setup.gpu_blocks - 1) * setup.block_size
+    def __init__(self, mix: Mix, world: World) -> None:
+        self._longest = world.longest_request
         self._world = world
         self._adds: list[Add] = []
         draws: dict[str, Callable[[random.Random], Op | None]] = {

@@ -29,7 +29,11 @@ def test_the_architecture_page_names_every_module() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     package = Path(kvspec.__file__).parent
     names = {path.name for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    missing = {name for name in names - {"__init__.py", "errors.py", "cli_release.py"} if name not in text}
+    missing = {
+        name
+        for name in names - {"__init__.py", "errors.py", "cli_bench.py", "cli_release.py", "cli_types.py"}
+        if name not in text
+    }
     assert not missing
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +60,16 @@ def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any) -
     reached = {event for _, outcome in seen for event in outcome.reached}
     assert reached >= load_suite("vllm-core").machine.REQUIRED  # type: ignore[attr-defined]
     assert sum(outcome.steps for _, outcome in seen) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["0.20.2", "0.25.1"])
+def test_older_releases_differ_from_the_model_only_where_that_is_known(release: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"vllm-core@{release}", "--jobs", "1"]
+    limits = ["--seed", "1", "--histories", "250", "--findings", str(tmp_path)]
+    done = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "250 histories" in done.stdout
 
 
 def test_a_history_of_the_machine_runs_again_as_it_ran(target: Any) -> None:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from kvspec.ops import (
     ADVERSARY,
+    GROUPS_MAX,
     HISTORY_FORMAT,
     SCHEDULE,
     Abort,
     Add,
     Advance,
+    AttentionGroup,
     EngineSetup,
     Finish,
     History,
@@ -53,11 +55,34 @@ def drawn(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **values)
 
 
+@st.composite
+def drawn_setups(draw: st.DrawFn) -> EngineSetup:
+    """Any setup that there can be."""
+    sizes = st.sampled_from([4, 8, 16])
+    windows = st.builds(AttentionGroup, kind=st.just("sliding-window"), block_size=sizes, reach=st.integers(1, 4096))
+    groups = st.lists(windows | st.builds(AttentionGroup, block_size=sizes), min_size=1, max_size=GROUPS_MAX)
+    ranks = st.integers(1, 8)
+    context = draw(st.booleans())
+    return EngineSetup(
+        gpu_blocks=draw(st.integers(2, 4096)),
+        cpu_blocks=draw(st.integers(2, 4096)),
+        block_size=draw(sizes),
+        step_tokens=draw(st.integers(1, 65536)),
+        running_max=draw(st.integers(1, 256)),
+        ranks=1 if context else draw(ranks),
+        decode_ranks=draw(ranks) if context else 1,
+        prefill_ranks=draw(ranks) if context else 1,
+        interleave=draw(st.sampled_from([1, 2, 4])),
+        groups=tuple(draw(groups)),
+        **{field.name: draw(st.booleans()) for field in msgspec.structs.fields(EngineSetup) if field.type is bool},
+    )
+
+
 ANY_OP: st.SearchStrategy[Op] = st.one_of(*(drawn(kind) for kind in OPS))
 ANY_HISTORY = st.builds(
     History,
     target=NAMES,
-    setup=drawn(EngineSetup),
+    setup=drawn_setups(),
     ops=st.lists(ANY_OP, max_size=8).map(tuple),
     adversary=st.from_regex(ADVERSARY, fullmatch=True),
     seed=COUNTS,
@@ -158,13 +183,15 @@ def test_an_unknown_field_is_refused_by_name_and_place(path: tuple[Any, ...], pl
     assert place in message or not place
 
 
-WRONG = {int: [3], str: ["c0"], bool: [True], None: [None], "never": [[], {}, 1.5]}
+WRONG = {int: [2], str: ["c0"], bool: [True], None: [None], "never": [[], {}, 1.5]}
 TAKES = {int: {int}, str: {str}, bool: {bool}, str | None: {str, None}}
 
 
 @pytest.mark.parametrize("kind", [*OPS, EngineSetup])
 def test_a_field_takes_its_own_type_and_no_other(kind: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(kind):
+        if field.name == "groups":
+            continue
         is_setup = kind is EngineSetup
         data = as_data(Settle(), *([] if is_setup else [simplest(kind)]))
         holder = data["setup"] if is_setup else data["ops"][1]
@@ -177,6 +204,45 @@ def test_a_field_takes_its_own_type_and_no_other(kind: type[msgspec.Struct]) -> 
                 message = refusal(data)
                 assert message.startswith("not a history: Expected `")
                 assert message.endswith(f"`$.{'setup' if is_setup else 'ops[1]'}.{field.name}`")
+
+
+REFUSED_SETUPS = [
+    ({"gpu_blocks": -5}, "gpu_blocks is -5; it must be 2 to 4096"),
+    ({"gpu_blocks": 1}, "gpu_blocks is 1; it must be 2 to 4096"),
+    ({"cpu_blocks": 10**12}, "cpu_blocks is 1000000000000; it must be 2 to 4096"),
+    ({"block_size": 0}, "block_size is 0; it must be 1 to 128"),
+    ({"step_tokens": 0}, "step_tokens is 0; it must be 1 to 65536"),
+    ({"running_max": 0}, "running_max is 0; it must be 1 to 256"),
+    ({"ranks": 0}, "ranks is 0; it must be 1 to 8"),
+    ({"decode_ranks": 9}, "decode_ranks is 9; it must be 1 to 8"),
+    ({"prefill_ranks": -1}, "prefill_ranks is -1; it must be 1 to 8"),
+    ({"interleave": 0}, "interleave is 0; it must be 1 to 128"),
+    ({"interleave": 3}, "interleave is 3; it must divide the block size, 4"),
+    ({"interleave": 8, "block_size": 4}, "interleave is 8; it must divide the block size, 4"),
+    (
+        {"ranks": 2, "decode_ranks": 2},
+        "ranks is 2 and there are 2 context-parallel ranks; one of them must be 1",
+    ),
+    ({"groups": []}, "there are 0 groups; there must be 1 to 4"),
+    ({"groups": [{"kind": "linear"}]}, "'linear' is no kind of group; there are full, sliding-window"),
+    ({"groups": [{"kind": "full", "reach": 4}]}, "reach of a full group is 4; it must be 0"),
+    ({"groups": [{"kind": "sliding-window"}]}, "reach of a sliding-window group is 0; it must be 1 to 4096"),
+    ({"groups": [{"block_size": 200}]}, "block_size of a group is 200; it must be 0 to 128"),
+    ({"groups": [{"block_size": 6}, {}]}, "the groups' block sizes are (6, 4); each must divide the largest"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), REFUSED_SETUPS, ids=[str(fields) for fields, _ in REFUSED_SETUPS])
+def test_a_setup_that_can_not_be_is_refused_with_a_sentence_and_its_place(
+    fields: dict[str, Any], sentence: str
+) -> None:
+    message = refusal({"format": 1, "target": "t", "setup": fields, "ops": []})
+    assert message.startswith(f"not a history: {sentence} - at `$.setup")
+
+
+def test_a_history_of_an_older_kvspec_means_one_rank_and_one_full_attention_group() -> None:
+    setup = EngineSetup()
+    assert (setup.world_size, setup.groups, setup.block_sizes) == (1, (AttentionGroup("full"),), (4,))
 
 
 @pytest.mark.parametrize("field", ["target", "setup", "ops"])

@@ -291,7 +291,8 @@ def test_an_engine_does_the_same_whether_anybody_listens_or_not(
                     engine.step()
                     batch = engine.last_batch()
                     assert batch is not None
-                    seen.append(repr((batch.rows, batch.sampled, batch.read_slots.tolist(), engine.pools())))
+                    ((accesses,),) = batch.accesses
+                    seen.append(repr((batch.rows, batch.sampled, accesses.read_slots.tolist(), engine.pools())))
             return seen
 
     listening = batches()

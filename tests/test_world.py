@@ -22,11 +22,13 @@ from msgspec import structs
 from kvspec import world as world_module
 from kvspec.engine.rank import RunnerV1, RunnerV2
 from kvspec.engine.shadow import RunnerState
+from kvspec.errors import SetupRefused
 from kvspec.history.minimise import pinned
 from kvspec.ops import (
     Abort,
     Add,
     Advance,
+    AttentionGroup,
     EngineSetup,
     Finish,
     History,
@@ -39,7 +41,7 @@ from kvspec.ops import (
 )
 from kvspec.targets import Target
 from kvspec.world import EVENTS, OFFLOADING_EVENTS, Outcome, World, make_adversary, run_history
-from strategies.machine import ADVERSARIES
+from strategies.machine import ADVERSARIES, supported
 from strategies.machines import MACHINES
 from strategies.simple import SimpleOffloadMachine
 from strategies.traffic import SEEDS, Mix, Traffic, mixes
@@ -85,8 +87,8 @@ class Draw:
 
     def record(self, target: Target) -> tuple[History, Outcome]:
         """Let the traffic happen for the first time, and write it down."""
-        world = World(target, self.setup, self.adversary, self.seed)
-        traffic = Traffic(self.setup, self.mix, world)
+        world = World(target, supported(self.setup, target), self.adversary, self.seed)
+        traffic = Traffic(self.mix, world)
         for burst in self.bursts:
             for op in traffic.burst(burst):
                 world.apply(op)
@@ -651,6 +653,19 @@ ALL_SETUPS = [
     EngineSetup(gpu_blocks=7, async_scheduling=deep, runner_v2=v2, ranks=ranks, lazy=lazy)
     for deep, v2, ranks, lazy in product([False, True], [False, True], [1, 2], [False, True])
 ]
+WINDOW = AttentionGroup("sliding-window", reach=6)
+SHAPED_SETUPS = [
+    EngineSetup(gpu_blocks=7, decode_ranks=2, async_scheduling=True),
+    EngineSetup(gpu_blocks=7, decode_ranks=2, interleave=4, runner_v2=False),
+    EngineSetup(gpu_blocks=7, decode_ranks=4, block_size=1, lazy=True),
+    EngineSetup(gpu_blocks=7, prefill_ranks=2),
+    EngineSetup(gpu_blocks=7, prefill_ranks=2, decode_ranks=2, block_size=2, interleave=2, async_scheduling=True),
+    EngineSetup(gpu_blocks=14, cpu_blocks=16, groups=(AttentionGroup(), WINDOW)),
+    EngineSetup(gpu_blocks=14, cpu_blocks=16, groups=(WINDOW, AttentionGroup()), async_scheduling=True, lazy=True),
+    EngineSetup(gpu_blocks=14, cpu_blocks=16, groups=(AttentionGroup(block_size=8), WINDOW), ranks=2),
+    EngineSetup(gpu_blocks=21, cpu_blocks=24, groups=(AttentionGroup(), AttentionGroup(), WINDOW), runner_v2=False),
+]
+"""Context parallelism and several groups, as the newest release has them."""
 
 
 def in_short(setup: EngineSetup) -> str:
@@ -660,6 +675,8 @@ def in_short(setup: EngineSetup) -> str:
             "v2" if setup.runner_v2 else "v1",
             f"{setup.ranks}ranks",
             "lazy" if setup.lazy else "eager",
+            *([f"{setup.prefill_ranks}x{setup.decode_ranks}"] if setup.context_ranks > 1 else []),
+            *map(str, setup.groups[: len(setup.groups) if len(setup.groups) > 1 else 0]),
         ]
     )
 
@@ -678,12 +695,13 @@ def world(target: Target) -> Iterator[Callable[..., World]]:
         yield make
 
 
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids=in_short)
+@pytest.mark.parametrize("setup", ALL_SETUPS + SHAPED_SETUPS, ids=in_short)
 def test_the_engine_is_made_of_what_the_setup_says(world: Callable[..., World], setup: EngineSetup) -> None:
     engine: Any = world(setup)._engine
     assert (engine._vllm.core.batch_queue is not None) == setup.async_scheduling
     assert isinstance(engine._vllm.executor._runner, RunnerV2 if setup.runner_v2 else RunnerV1)
-    assert len(engine._vllm.ranks) == setup.ranks
+    assert len(engine._vllm.ranks) == setup.world_size
+    assert len(engine._vllm.scheduler.kv_cache_manager.get_block_ids("nobody")) == len(setup.groups)
     assert engine._tier._manager._lazy_mode == setup.lazy
     assert [len(pool.refs) for pool in engine.pools()] == [setup.gpu_blocks, setup.cpu_blocks]
 
@@ -740,7 +758,7 @@ def test_in_every_setup_what_was_stored_is_loaded_after_the_gpu_has_lost_it(targ
     assert {event: outcome.reached[event] for event in ("reset", "load", "load finished")} == {
         "reset": 1,
         "load": 1,
-        "load finished": setup.ranks,
+        "load finished": setup.world_size,
     }
 
 
@@ -766,6 +784,42 @@ def test_in_every_setup_a_crowd_is_preempted_resumed_aborted_and_reset_under_any
         )
         assert outcome.reached["preemption"]
         assert outcome.stores
+
+
+@pytest.mark.parametrize("setup", SHAPED_SETUPS, ids=in_short)
+def test_ranks_and_groups_that_share_blocks_store_load_and_survive_a_crowd(target: Target, setup: EngineSetup) -> None:
+    for adversary, seed in (("fair", 0), ("random", 1), ("pct:2", 3)):
+        outcome = play(
+            target,
+            setup,
+            *STORED,
+            AGAIN,
+            Settle(),
+            *CROWD,
+            Step(12, seed),
+            Reset(running=True, connector=True),
+            Add("d", trunk=1, shared=8, tail=1),
+            Settle(),
+            adversary=adversary,
+            seed=seed,
+        )
+        assert outcome.stores
+        if not setup.lazy:
+            assert outcome.loads
+            assert outcome.reached["load finished"] >= setup.world_size
+
+
+def test_a_setup_that_the_release_does_not_support_is_refused_with_its_reason(target: Target) -> None:
+    refused = [
+        (EngineSetup(prefill_ranks=2, runner_v2=False), "in this release prefill context parallelism needs runner V2"),
+        (EngineSetup(prefill_ranks=2, decode_ranks=4), "there must be no decode ranks besides prefill ranks"),
+        (EngineSetup(groups=(WINDOW,)), "SimpleCPUOffload needs a full-attention group"),
+        (EngineSetup(groups=(AttentionGroup(), AttentionGroup())), "layers that are all alike are one group"),
+        (EngineSetup(decode_ranks=2, groups=(AttentionGroup(), WINDOW)), "with one full-attention group only"),
+    ]
+    for setup, reason in refused:
+        with pytest.raises(SetupRefused, match=reason):
+            World(target, setup)
 
 
 def test_the_same_requests_get_the_same_answers_in_every_setup(target: Target) -> None:

@@ -38,6 +38,8 @@ class Executed(NamedTuple):
     spans: Sequence[CopySpan]
     by_kernel: bool = False
     """Done by a kernel, not by a copy engine."""
+    label: int | None = None
+    """The device's label when the copies were enqueued."""
 
 
 class Marker:
@@ -100,7 +102,7 @@ class _Wait(_Operation):
 class _Copy(_Operation):
     """A batched copy: its spans in the order and the parts that the adversary chose."""
 
-    __slots__ = ("_device", "_parts", "_snapshots", "_stream")
+    __slots__ = ("_device", "_label", "_parts", "_snapshots", "_stream")
 
     def __init__(
         self,
@@ -110,13 +112,14 @@ class _Copy(_Operation):
         snapshots: dict[CopySpan, bytes] | None,
     ) -> None:
         self._device = device
+        self._label = device.label
         self._stream = stream
         self._parts = parts
         self._snapshots = snapshots
 
     def step(self) -> bool:
         spans = self._parts.pop(0)
-        self._device.run_spans(self._stream, spans, self._snapshots)
+        self._device.run_spans(self._stream, spans, self._snapshots, label=self._label)
         return not self._parts
 
 
@@ -213,6 +216,8 @@ class SimulatedDevice:
         self._pageable = pageable
         self.adversary = adversary
         self.observers: list[Callable[[Executed], None]] = []
+        self.label: int | None = None
+        """What the host is at; copies that it enqueues meanwhile bear it when they execute."""
         self.actors = actors
         self._handles = count(0x1000)
         self._streams: dict[int, SimulatedStream] = {}
@@ -347,6 +352,7 @@ class SimulatedDevice:
         spans: Sequence[CopySpan],
         snapshots: dict[CopySpan, bytes] | None,
         by_kernel: bool = False,
+        label: int | None = None,
     ) -> None:
         """Move the bytes, then tell the observers."""
         if snapshots is None:
@@ -355,7 +361,7 @@ class SimulatedDevice:
         else:
             for span in spans:
                 ctypes.memmove(span.dst, snapshots[span], span.size)
-        executed = Executed(stream, spans, by_kernel)
+        executed = Executed(stream, spans, by_kernel, label)
         for observer in self.observers:
             observer(executed)
 

@@ -4,18 +4,78 @@ For every scheduled token it writes the tag of its position to the slot that the
 *every* position that attention reads, and compares. As in a real layer all writes of a step come before its reads,
 so requests of one step may read each other's blocks. Bytes differ per layer and rank: the tag, XORed with a
 constant of both.
+
+Layers come in groups with a block table each; blocks of all groups live in the same memory. With context parallelism
+a rank has a *shard* of each block's tokens: it writes those, and checks those.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvspec.device.simulated import DeviceFault
 from kvspec.engine.text import Origins, Text, mix
+from kvspec.model.scaling import slot
+
+TORN = 0x7EA2_7EA2_7EA2_7EA2
+"""Stands for a token whose words aren't all the same; no tag is this number."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a group's layers keep tokens in blocks."""
+
+    block_tokens: int
+    """Tokens of a block on one rank."""
+    shards: int = 1
+    """Ranks among which a block's tokens are shared out; other ranks hold copies of theirs."""
+    interleave: int = 1
+    """Tokens in a row that one of them keeps."""
+    reach: int = 0
+    """Tokens that attention reads, the query's own included; 0: all."""
+    words: int = 1
+    """64-bit words per token and layer: blocks of all groups have equal bytes."""
+
+    @property
+    def span(self) -> int:
+        """Tokens of a block on all shards together."""
+        return self.block_tokens * self.shards
+
+    @functools.cached_property
+    def kept(self) -> np.ndarray:
+        """Which of a block's tokens each shard keeps, in the order of its memory; shape (shards, block_tokens)."""
+        kept = np.zeros((self.shards, self.block_tokens), dtype=np.int64)
+        for position in range(self.span):
+            place = slot(position, self.span, self.shards, self.interleave)
+            kept[place.rank, place.offset] = position
+        return kept
+
+    @functools.cached_property
+    def _kept_before(self) -> np.ndarray:
+        """How many of a block's first n tokens each shard keeps; shape (shards, span)."""
+        before: np.ndarray = (self.kept[:, :, None] < np.arange(self.span)).sum(axis=1)
+        return before
+
+    def count(self, tokens: int, shard: int) -> int:
+        """Return how many of the first ``tokens`` tokens of a request a shard keeps."""
+        if self.shards == 1:
+            return tokens
+        blocks, rest = divmod(tokens, self.span)
+        return blocks * self.block_tokens + int(self._kept_before[shard, rest])
+
+    def positions(self, start: int, stop: int, shard: int) -> np.ndarray:
+        """Return the positions of the ``start``-th to ``stop``-th token that a shard keeps; shape (stop - start,)."""
+        blocks, offsets = np.divmod(np.arange(start, stop), self.block_tokens)
+        return blocks * self.span + self.kept[shard, offsets]  # type: ignore[no-any-return]
+
+    def first_read(self, start: int) -> int:
+        """Return the first position that the token at ``start`` reads; those after it in a step begin no earlier."""
+        return max(0, start + 1 - self.reach) if self.reach else 0
 
 
 class Scheduled(NamedTuple):
@@ -45,36 +105,100 @@ class ShadowMismatch(NamedTuple):
 
 @dataclass
 class _Row:
-    """What a runner keeps of a request: its block table (one group), and how many tokens it knows."""
+    """What a runner keeps of a request: its block table in each group, and how many tokens it knows."""
 
     text: Text
-    table: list[int]
+    tables: list[list[int]]
     known: int
-    slots: np.ndarray | None = None
+    slots: list[np.ndarray | None] = field(default_factory=list)
 
-    def all_slots(self, block_size: int, offsets: np.ndarray) -> np.ndarray:
-        """Return the slot of every position that the table covers; shape (len(table) * block_size,)."""
-        if self.slots is None:
-            self.slots = (np.array(self.table, dtype=np.int64)[:, None] * block_size + offsets).ravel()
-        return self.slots
+    def __post_init__(self) -> None:
+        self.slots = [None] * len(self.tables)
+
+    def append(self, blocks: Sequence[Sequence[int]]) -> None:
+        for group, more in enumerate(blocks):
+            if more:
+                self.tables[group].extend(more)
+                self.slots[group] = None
+
+    def all_slots(self, group: int, block_tokens: int, offsets: np.ndarray) -> np.ndarray:
+        """Return the slots of a group's table; shape (blocks * block_tokens,)."""
+        slots = self.slots[group]
+        if slots is None:
+            slots = (np.array(self.tables[group], dtype=np.int64)[:, None] * block_tokens + offsets).ravel()
+            self.slots[group] = slots
+        return slots
+
+
+class Reads(NamedTuple):
+    """The tokens of one row that a shard reads: from its ``first`` on, in the shard's own order."""
+
+    first: int
+    tokens: int
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One step's forward, the same for all ranks.
+class Accesses:
+    """What a step's forward does to the layers of one group on the ranks of one shard.
 
-    ``slots`` index (block, offset) as block * block_size + offset. ``write_*`` have one entry per scheduled token,
-    ``read_*`` one per position read; ``rows`` tells which stretch of the reads belongs to which request.
+    Slots index (block, offset) as block * block_tokens + offset. ``write_*`` have one entry per scheduled token that
+    the shard keeps, ``read_*`` one per position read; ``reads`` tells which stretch belongs to which row.
     """
 
-    rows: tuple[Scheduled, ...]
     write_slots: np.ndarray
     write_tags: np.ndarray
     read_slots: np.ndarray
     read_tags: np.ndarray
+    reads: tuple[Reads, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's forward. ``accesses[group][shard]``."""
+
+    rows: tuple[Scheduled, ...]
+    accesses: tuple[tuple[Accesses, ...], ...]
     sampled: dict[str, int | None]
     zero_blocks: tuple[int, ...]
     block_copies: tuple[tuple[int, int], ...]
+
+
+class _Gather:
+    """Puts the accesses of one group and shard together, row by row."""
+
+    def __init__(self, layout: Layout, shard: int) -> None:
+        self._layout = layout
+        self._shard = shard
+        self._write_slots: list[np.ndarray] = []
+        self._write_tags: list[np.ndarray] = []
+        self._read_slots: list[np.ndarray] = []
+        self._read_tags: list[np.ndarray] = []
+        self._reads: list[Reads] = []
+
+    def add(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
+        """Add a row. ``slots``: of all that the shard keeps in the row's table; ``tags``: of positions 0 to stop."""
+        layout, shard = self._layout, self._shard
+        first = layout.count(layout.first_read(start), shard)
+        begin, end = layout.count(start, shard), layout.count(stop, shard)
+        own = tags[first:] if layout.shards == 1 else tags[layout.positions(first, end, shard)]
+        write_slots, write_tags = slots[begin:end], own[begin - first :]
+        if layout.reach:  # The null block stands for what has left the window; nothing is ever kept in it.
+            real = write_slots >= layout.block_tokens
+            write_slots, write_tags = write_slots[real], write_tags[real]
+        self._write_slots.append(write_slots)
+        self._write_tags.append(write_tags)
+        self._read_slots.append(slots[first:end])
+        self._read_tags.append(own)
+        self._reads.append(Reads(first, end - first))
+
+    def done(self) -> Accesses:
+        return Accesses(
+            _join(self._write_slots, np.int64),
+            _join(self._write_tags, np.uint64),
+            _join(self._read_slots, np.int64),
+            _join(self._read_tags, np.uint64),
+            tuple(self._reads),
+        )
 
 
 class RunnerState:
@@ -84,10 +208,10 @@ class RunnerState:
     (update_requests).
     """
 
-    def __init__(self, block_size: int, texts: dict[str, Text]) -> None:
-        self._block_size = block_size
+    def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text]) -> None:
+        self._layouts = layouts
         self._texts = texts
-        self._offsets = np.arange(block_size, dtype=np.int64)
+        self._offsets = [np.arange(layout.block_tokens, dtype=np.int64) for layout in layouts]
         self._rows: dict[str, _Row] = {}
 
     def apply(self, output: Any) -> Batch:
@@ -98,49 +222,46 @@ class RunnerState:
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             known = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
-            rows[new.req_id] = _Row(self._texts[new.req_id], list(new.block_ids[0]), known)
+            rows[new.req_id] = _Row(self._texts[new.req_id], list(map(list, new.block_ids)), known)
             computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for i, request in enumerate(cached.req_ids):
             row = rows[request]
             blocks = cached.new_block_ids[i]
             if request in cached.resumed_req_ids:
-                row.table = list(blocks[0])
-                row.slots = None
-                row.known = row.text.prompt_tokens + cached.num_output_tokens[i]
-            elif blocks is not None and blocks[0]:
-                row.table.extend(blocks[0])
-                row.slots = None
+                known = row.text.prompt_tokens + cached.num_output_tokens[i]
+                rows[request] = _Row(row.text, list(map(list, blocks)), known)
+            elif blocks is not None:
+                row.append(blocks)
             computed[request] = cached.num_computed_tokens[i]
         return self._forward(output, computed)
 
     def _forward(self, output: Any, computed: dict[str, int]) -> Batch:
         scheduled: list[Scheduled] = []
-        write_slots, write_tags, read_slots, read_tags = [], [], [], []
+        gathers = [[_Gather(layout, shard) for shard in range(layout.shards)] for layout in self._layouts]
         sampled: dict[str, int | None] = {}
         for request, tokens in output.num_scheduled_tokens.items():
             row = self._rows[request]
             start = computed[request]
             stop = start + tokens
-            slots = row.all_slots(self._block_size, self._offsets)
             tags = row.text.tags(0, stop)
-            if stop > len(slots):
-                raise DeviceFault(f"{request} is scheduled up to token {stop} with a block table of {len(slots)} slots")
+            for group, layout in enumerate(self._layouts):
+                slots = row.all_slots(group, layout.block_tokens, self._offsets[group])
+                if stop > len(slots) * layout.shards:
+                    raise DeviceFault(
+                        f"{request} is scheduled up to token {stop} with a block table of "
+                        f"{len(slots) * layout.shards} slots"
+                    )
+                for gather in gathers[group]:
+                    gather.add(slots, tags, start, stop)
             scheduled.append(Scheduled(request, start, stop))
-            write_slots.append(slots[start:stop])
-            write_tags.append(tags[start:])
-            read_slots.append(slots[:stop])
-            read_tags.append(tags)
             sampled[request] = None
             if stop == row.known:
                 sampled[request] = row.text.sample(stop)
                 row.known += 1
         return Batch(
             rows=tuple(scheduled),
-            write_slots=_join(write_slots, np.int64),
-            write_tags=_join(write_tags, np.uint64),
-            read_slots=_join(read_slots, np.int64),
-            read_tags=_join(read_tags, np.uint64),
+            accesses=tuple(tuple(gather.done() for gather in group) for group in gathers),
             sampled=sampled,
             zero_blocks=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
             block_copies=_block_copies(output),
@@ -159,56 +280,118 @@ def _block_copies(output: Any) -> tuple[tuple[int, int], ...]:
 class ShadowMemory:
     """The KV cache of one rank: what a forward writes to and reads from.
 
-    ``tags`` has shape (layers, blocks * block_size), uint64, and views the bytes that the worker's copies move.
+    ``tags`` has shape (layers of a group, blocks * words of a block), uint64, and views the bytes that the worker's
+    copies move. Layer i of each group is in row i; layers are numbered group by group.
     """
 
     def __init__(
         self,
         tags: np.ndarray,
-        block_size: int,
+        layouts: Sequence[Layout],
         rank: int,
+        shard: int,
         origins: Origins,
         report: Callable[[ShadowMismatch], None],
     ) -> None:
         self.tags = tags
         self.rank = rank
-        self.block_size = block_size
-        self.masks = np.array([[layer_mask(layer, rank)] for layer in range(len(tags))], dtype=np.uint64)
+        self.shard = shard
+        self._layouts = layouts
+        self._block_words = layouts[0].block_tokens * layouts[0].words
+        self._views = [_by_token(tags, layout) for layout in layouts]
+        self._layers = len(tags)
+        self._masks = [
+            np.array([[layer_mask(self.layer(group, i), rank)] for i in range(len(tags))], dtype=np.uint64)
+            for group in range(len(layouts))
+        ]
         self._origins = origins
         self._report = report
+
+    def layer(self, group: int, index: int) -> int:
+        """Return the number of a group's ``index``-th layer."""
+        return group * self._layers + index
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks of every layer, as the runner does with blocks that may hold stale data."""
         for block in blocks:
-            self.tags[:, block * self.block_size : (block + 1) * self.block_size] = 0
+            self.tags[:, block * self._block_words : (block + 1) * self._block_words] = 0
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) of every layer: copy-on-write."""
-        by_block = self.tags.reshape(len(self.tags), -1, self.block_size)
+        by_block = self.tags.reshape(len(self.tags), -1, self._block_words)
         for source, destination in copies:
             by_block[:, destination] = by_block[:, source]
 
     def forward(self, batch: Batch) -> None:
         """Write and read one step; report the first wrong position of each request."""
-        self.tags[:, batch.write_slots] = batch.write_tags ^ self.masks
-        found = self.tags[:, batch.read_slots] ^ self.masks
-        if (found == batch.read_tags).all():
+        for group, by_shard in enumerate(batch.accesses):
+            self._attend(batch.rows, group, by_shard[self.shard if len(by_shard) > 1 else 0])
+
+    def _attend(self, rows: tuple[Scheduled, ...], group: int, accesses: Accesses) -> None:
+        view, masks, layout = self._views[group], self._masks[group], self._layouts[group]
+        written = accesses.write_tags ^ masks
+        view[:, accesses.write_slots] = written if layout.words == 1 else written[:, :, None]
+        found = _one_word(view[:, accesses.read_slots], layout) ^ masks
+        if (found == accesses.read_tags).all():
             return
-        wrong = found != batch.read_tags
+        wrong = found != accesses.read_tags
         begin = 0
-        for row in batch.rows:
-            stretch = wrong[:, begin : begin + row.stop]
+        for row, (first, tokens) in zip(rows, accesses.reads, strict=True):
+            stretch = wrong[:, begin : begin + tokens]
             if stretch.any():
-                position = int(np.flatnonzero(stretch.any(axis=0))[0])
-                layer = int(np.flatnonzero(stretch[:, position])[0])
-                block = int(batch.read_slots[begin + position]) // self.block_size
-                raw = int(found[layer, begin + position])
-                self._report(ShadowMismatch(row.request, position, layer, self.rank, block, self.describe(raw, layer)))
-            begin += row.stop
+                i = int(np.flatnonzero(stretch.any(axis=0))[0])
+                index = int(np.flatnonzero(stretch[:, i])[0])
+                self._report(
+                    ShadowMismatch(
+                        request=row.request,
+                        position=int(layout.positions(first + i, first + i + 1, self._shard_of(layout))[0]),
+                        layer=self.layer(group, index),
+                        rank=self.rank,
+                        block=int(accesses.read_slots[begin + i]) // layout.block_tokens,
+                        found=self.describe(int(found[index, begin + i]), self.layer(group, index)),
+                    )
+                )
+            begin += tokens
+
+    def _shard_of(self, layout: Layout) -> int:
+        return self.shard if layout.shards > 1 else 0
+
+    def kept(self, tags: np.ndarray, group: int) -> np.ndarray:
+        """Return those of a block's ``tags`` that this rank keeps, in the order of its memory.
+
+        There is a tag for each of the block's tokens, or for the first of them.
+        """
+        layout = self._layouts[group]
+        if layout.shards == 1:
+            return tags
+        positions = layout.kept[self.shard]
+        kept: np.ndarray = tags[positions[positions < len(tags)]]
+        return kept
+
+    def read_block(self, words: np.ndarray, group: int) -> np.ndarray:
+        """Return the tags in a group's block, shape (layers, block_tokens). ``words``: shape (layers, block words)."""
+        return _one_word(_by_token(words, self._layouts[group]), self._layouts[group]) ^ self._masks[group]
+
+    def gpu_block(self, block: int, group: int) -> np.ndarray:
+        """Return the tags in a block of this memory, shape (layers, block_tokens)."""
+        return self.read_block(self.tags[:, block * self._block_words : (block + 1) * self._block_words], group)
 
     def describe(self, tag: int, layer: int) -> str:
         """Say what a tag is that was read from ``layer`` (its mask removed already)."""
-        return self._origins.describe(0 if tag == int(self.masks[layer, 0]) else tag)
+        group, index = divmod(layer, self._layers)
+        return self._origins.describe(0 if tag == int(self._masks[group][index, 0]) else tag)
+
+
+def _by_token(words: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return a view of shape (layers, tokens), or (layers, tokens, words) if a token has several."""
+    return words if layout.words == 1 else words.reshape(len(words), -1, layout.words)
+
+
+def _one_word(words: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return each token's word, shape (layers, tokens); TORN where its words differ."""
+    if layout.words == 1:
+        return words
+    return np.where((words == words[:, :, :1]).all(axis=2), words[:, :, 0], np.uint64(TORN))
 
 
 def layer_mask(layer: int, rank: int) -> int:

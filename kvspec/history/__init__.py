@@ -73,7 +73,7 @@ def _values_in_words(struct: Any) -> str:
     for field in struct.__struct_fields__:
         value, name = getattr(struct, field), field.replace("_", " ")
         if isinstance(value, tuple):
-            words.append(f"{name} {', '.join(map(str, value))}")
+            words.append(f"{name} {' + '.join(map(str, value))}")
         elif not isinstance(value, bool):
             words.append(f"{name} {value}")
         elif value:

@@ -1,10 +1,10 @@
 """The executable specification of block allocation, prefix caching and context parallelism.
 
 To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
-``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``cache`` (what a request finds, takes
-and gives back), ``tiers`` (what the CPU holds), ``offload`` (what is stored there, and loaded), ``profile`` (what
-differs between releases). Each rule is a *clause* with an id; ``clauses.CLAUSES``
-has them all.
+``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``states`` (which states a request holds),
+``cache`` (what a request finds, takes and gives back), ``tiers`` (what the CPU holds), ``offload`` (what is stored
+there, and loaded), ``profile`` (what differs between releases). Each rule is a *clause* with an id;
+``clauses.CLAUSES`` has them all.
 
 It is pure Python and can be used as a fake of vLLM's ``KVCacheManager`` in unit tests of a scheduler or a connector:
 

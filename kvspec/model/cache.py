@@ -8,7 +8,7 @@ only grow at their end.
 ``CacheManager`` is also a fake: it has no device and no engine behind it, and can stand for the real one in
 a unit test.
 
-Not modelled: what ``groups`` leaves out; encoder blocks; zeroing; the KV connector's own lookup;
+Not modelled: what ``groups`` and ``states`` leave out; encoder blocks; zeroing; the KV connector's own lookup;
 multi-module drafting; the reports of hits (0.26.0 and later) beyond ``BlockPool.tell_hit``.
 """
 
@@ -43,6 +43,7 @@ from kvspec.model.scaling import (
     span_tokens,
     whole_blocks,
 )
+from kvspec.model.states import Running, extend_states, states_needed, states_passed
 
 
 @dataclass
@@ -107,7 +108,8 @@ class CacheManager:
         events: bool = False,
     ) -> None:
         refuse_unsupported(groups, cp, profile)
-        if caching and not profile.caches_every_state and any(group.kind is Kind.MAMBA for group in groups):
+        every_state = any(group.kind is Kind.MAMBA and not group.align for group in groups)
+        if caching and not profile.caches_every_state and every_state:
             raise Unsupported("Mamba states that are cached after every block")
         self.groups = tuple(groups)
         self.profile = profile
@@ -125,6 +127,8 @@ class CacheManager:
         self.drops = [any(groups[mate].eagle for mate in mates) for mates in self.mates]
         self.pool = BlockPool(num_blocks, profile, self.hash_tokens, caching=caching, events=events)
         self.tables: dict[str, list[list[int]]] = {}
+        self.running: dict[str, list[Running]] = {}
+        """Per request and group: see ``states``."""
         self.passed: dict[str, list[int]] = {}
         """Per request and group: the blocks from the start on that needn't be considered for registration
         any more.
@@ -277,13 +281,13 @@ class CacheManager:
             return None
         slots = self._slots(computed + new_tokens, lookahead)
         self._release_skipped(request, computed)
-        needed = self.blocks_needed(request, slots, hit, local + external)
+        needed = self.blocks_needed(request, slots, hit, local + external, main=computed + new_tokens)
         if needed + watermark > len(self.pool.queue) - (reserved if self.profile.reserve else 0):
             return None
         if any(hit.blocks) or external:
             self._adopt(request, hit, local + external)
             self._take_external(request, external, local + external)
-        new = self._extend(request, slots)
+        new = self._extend(request, slots, computed + new_tokens)
         if not delay_registration:
             self.register(request, min(computed + new_tokens, len(request.text.tokens)))
         return new
@@ -319,7 +323,7 @@ class CacheManager:
         Releases: all (0.20.2: can_fit_full_sequence).
         """
         tokens = min(len(request.text.tokens), self.max_tokens)
-        needed = self.blocks_needed(request, tokens, hit, computed, capped=True)
+        needed = self.blocks_needed(request, tokens, hit, computed, main=tokens, capped=True)
         return needed + watermark <= len(self.pool.queue)
 
     @clause
@@ -344,7 +348,11 @@ class CacheManager:
         Releases: all.
         """
         settled = max(0, computed - request.in_flight)
-        for group, span, row in zip(self.groups, self.spans, self.tables.get(request.name, []), strict=False):
+        for index, row in enumerate(self.tables.get(request.name, [])):
+            group, span = self.groups[index], self.spans[index]
+            if group.align:
+                self._release_states(request, settled, index)
+                continue
             end = min(whole_blocks(skipped_tokens(group, settled), span), len(row))
             start = end
             while start and row[start - 1] != NULL:
@@ -353,13 +361,29 @@ class CacheManager:
             row[start:end] = [NULL] * len(released)
             self._release(released[::-1], by_hash=True)
 
+    def _release_states(self, request: Request, settled: int, index: int) -> None:
+        group, row = self.groups[index], self.tables[request.name][index]
+        settled = max(0, settled - group.spares) if self.profile.discounts_drafts else settled
+        running = self._running(request, index)
+        passed, source = states_passed(group, self.spans[index], settled, row, running, self.profile)
+        for places, by_hash in (passed, True), (source, False):
+            released = [row[place] for place in places]
+            for place in places:
+                row[place] = NULL
+            self._release(released, by_hash=by_hash)
+
+    def _running(self, request: Request, index: int) -> Running:
+        return self.running.setdefault(request.name, [Running() for _ in self.groups])[index]
+
     @clause
-    def blocks_needed(self, request: Request, slots: int, hit: Hit, computed: int, *, capped: bool = False) -> int:
+    def blocks_needed(
+        self, request: Request, slots: int, hit: Hit, computed: int, *, main: int, capped: bool = False
+    ) -> int:
         """NEED-1. A step takes from the free queue what the table lacks for its slots, and the blocks of the
         hit that are free now.
 
         Skipped blocks are needed by nobody, hit or not. ``computed`` includes the hit and the external
-        tokens; ``capped`` is for the whole request. Blocks.
+        tokens, ``main`` the new ones too; ``capped`` is for the whole request. Blocks.
 
         Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, get_num_blocks_to_allocate.
         Releases: all.
@@ -369,6 +393,9 @@ class CacheManager:
             if self.is_fresh(hit.blocks[index], index):
                 needed += len(self.pool.blocks) + 1
                 continue
+            if group.align:
+                needed += self._states_needed(request, hit.blocks[index], main, index)
+                continue
             required = blocks_for(slots, span)
             cap = admission_cap(group, self.in_flight_tokens, self.max_tokens) if capped else None
             required = required if cap is None else min(required, cap)
@@ -377,6 +404,12 @@ class CacheManager:
             needed += max(required - max(held + len(hit.blocks[index]), skipped), 0)
             needed += sum(self.pool.is_free(block) for block in hit.blocks[index][skipped:])
         return needed
+
+    def _states_needed(self, request: Request, hit: list[int], main: int, index: int) -> int:
+        held = len(hit) + (len(self.tables[request.name][index]) if request.name in self.tables else 0)
+        running = self.running[request.name][index] if request.name in self.running else Running()
+        lacking = states_needed(self.groups[index], self.spans[index], main, held, running, self.profile)
+        return lacking + sum(self.pool.is_free(block) for block in hit)
 
     @clause
     def is_fresh(self, row: Sequence[int], index: int) -> bool:
@@ -420,7 +453,7 @@ class CacheManager:
                 row += self.pool.allocate(max(0, blocks_for(computed, span) - len(row)))
 
     @clause
-    def _extend(self, request: Request, slots: int) -> tuple[list[int], ...]:
+    def _extend(self, request: Request, slots: int, main: int) -> tuple[list[int], ...]:
         """ALLOC-7. Then each group's row is extended by new blocks, group by group, until it has room for
         the slots.
 
@@ -430,7 +463,10 @@ class CacheManager:
         rows = self.tables.setdefault(request.name, [[] for _ in self.groups])
         self.passed.setdefault(request.name, [0] * len(self.groups))
         new = []
-        for span, row in zip(self.spans, rows, strict=True):
+        for index, (group, span, row) in enumerate(zip(self.groups, self.spans, rows, strict=True)):
+            if group.align:
+                new.append(extend_states(self.pool, group, span, main, row, self._running(request, index)))
+                continue
             new.append(self.pool.allocate(max(0, blocks_for(slots, span) - len(row))))
             row += new[-1]
         return tuple(new)
@@ -453,6 +489,7 @@ class CacheManager:
             end = self._registrable(tokens, index)
             self._register_full(request, end, index)
             self._register_tail(request, end, index)
+            self._register_prompt_state(request, end, index)
 
     def _register_full(self, request: Request, tokens: int, index: int) -> None:
         group, span = self.groups[index], self.spans[index]
@@ -492,6 +529,30 @@ class CacheManager:
         end = units * self.hash_tokens
         if 0 < end <= tokens and end % span and end // span < len(row):
             self.pool.register_tail(request.text, row[end // span], end, index)
+
+    @clause
+    def _register_prompt_state(self, request: Request, tokens: int, index: int) -> None:
+        """REG-6. In align mode, a chunk that ends where a resend of the prompt goes on registers its state,
+        unless that is registered already.
+
+        A resend goes on before the prompt's last token; with a draft model, a hash block before its end.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block.
+        Releases: 0.32.0 and later.
+        """
+        if not (self.groups[index].align and self.profile.registers_prompt_states):
+            return
+        unit, span, row = self.hash_tokens, self.spans[index], self.tables[request.name][index]
+        end = request.prompt_tokens // unit * unit - unit
+        if not any(self.drops):
+            end = (request.prompt_tokens - 1) // unit * unit
+        place = blocks_for(tokens, span) - 1
+        block = row[place] if 0 < tokens == end and place < len(row) else NULL
+        if block == NULL or self.pool.blocks[block].hash_end == tokens:
+            return
+        key = self.pool.register_tail(request.text, block, tokens, index)
+        if key is not None:
+            self.fresh.add(key)
 
     @clause
     def _registrable(self, tokens: int, index: int) -> int:
@@ -547,9 +608,13 @@ class CacheManager:
         Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager.free.
         Releases: all.
         """
-        self.passed.pop(request.name, None)
+        self._forget(request)
         for group, row in zip(self.groups, self.tables.pop(request.name, []), strict=False):
             self._release(row[::-1], by_hash=group.kind is Kind.SLIDING_WINDOW)
+
+    def _forget(self, request: Request) -> None:
+        self.passed.pop(request.name, None)
+        self.running.pop(request.name, None)
 
     def preempt(self, request: Request) -> None:
         """Free a request that will start again: what it registered can still be found, by itself too."""
@@ -565,7 +630,7 @@ class CacheManager:
         Source: vLLM 0.33.0, v1/core/kv_cache_manager.py, KVCacheManager.pop_blocks_for_free.
         Releases: 0.24.0 and later.
         """
-        self.passed.pop(request.name, None)
+        self._forget(request)
         return [block for row in self.tables.pop(request.name, []) for block in row if block != NULL]
 
     def _release(self, blocks: list[int], *, by_hash: bool) -> None:

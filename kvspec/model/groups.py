@@ -4,9 +4,8 @@ can go, or need not be found.
 All layers of a group share one block table. What tells the kinds of attention apart is one question: *which
 blocks does the token at position n read?* Everything else in this module follows from the answer.
 
-Not modelled: Mamba's cache mode "align" with its checkpoints, copies and hits inside a block (0.26.0 and
-later); reference sliding window, circular buffers, attention sinks, cross attention, tokens that a window
-keeps for multi-module drafting.
+Not modelled: hits inside a block (0.26.0 and later, see ``states``); reference sliding window, circular buffers,
+attention sinks, cross attention, tokens that a window keeps for multi-module drafting.
 """
 
 from __future__ import annotations
@@ -44,6 +43,10 @@ class Group:
     """Whether there are layers of an EAGLE or MTP draft model among them."""
     sharded: bool = True
     """Whether decode context parallelism spreads the tokens of a block over the ranks."""
+    align: bool = False
+    """Mamba: states are kept at the ends of chunks only (cache mode "align"), see ``states``."""
+    spares: int = 0
+    """With ``align``: blocks for the states after draft tokens."""
 
     def __str__(self) -> str:
         reach = f" {self.reach}" if self.reach else ""

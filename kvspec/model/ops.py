@@ -335,10 +335,10 @@ POOL_SETUP_RANGES = {
     "avoids_known": (0, 7),
 }
 
-FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2")
-"""Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
+FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF")
+"""Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
 
-_KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA}
+_KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA, "A": Kind.MAMBA}
 
 
 def cache_setup(
@@ -367,13 +367,14 @@ def cache_setup(
         window = 2 + (reach + 3 * index) % 9
         chunk = size * (1 + reach % 3)
         length = {"W": window, "C": chunk}.get(letter, 0)
-        draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CM" and "C" not in letters
-        groups.append(Group(_KINDS[letter], size, length, draft))
+        draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
+        spares = reach % 3 if letter == "A" else 0
+        groups.append(Group(_KINDS[letter], size, length, draft, align=letter == "A", spares=spares))
     avoids = avoids_known > 0 or not known_issues(profile.release)
     if avoids and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
-    sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and "M" in letters)
+    sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
     every_state = profile.caches_every_state or "M" not in letters
     return CacheSetup(
         groups=tuple(groups),
@@ -384,7 +385,7 @@ def cache_setup(
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
-        eagle_fallback=eagle == 8 and "C" not in letters and "M" not in letters,
+        eagle_fallback=eagle == 8 and "C" not in letters,
         avoids_known=avoids,
     )
 

@@ -216,6 +216,41 @@ class Profile:
             {"0.20.2": True, "0.33.0": False},
         )
     )
+    discounts_drafts: bool = field(
+        metadata=_switch(
+            "Before states are released, as many tokens as there are spare blocks are taken to be rejected.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.remove_skipped_blocks",
+            {"0.20.2": True, "0.26.0": False},
+        )
+    )
+    counts_full_rows_as_allocated: bool = field(
+        metadata=_switch(
+            "A Mamba request whose first step needs no new block counts as one that has got some.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.allocate_new_blocks",
+            {"0.20.2": False, "0.28.0": True},
+        )
+    )
+    releases_past_gaps: bool = field(
+        metadata=_switch(
+            "States that are passed are released wherever they stand in the row, not only up to the last null block.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._remove_blocks_in_range",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
+    counts_lacking_states: bool = field(
+        metadata=_switch(
+            "A step counts the blocks for states that it lacks; before, it counted the most that it can lack.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate",
+            {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    registers_prompt_states: bool = field(
+        metadata=_switch(
+            "The state where a resend of the prompt goes on is registered whatever sparse retention says.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block",
+            {"0.20.2": False, "0.32.0": True},
+        )
+    )
     retains_shared_prefix: bool = field(
         metadata=_switch(
             "Sparse retention also keeps the position where two requests part; a lookup reports it.",
@@ -564,6 +599,22 @@ KNOWN_ISSUES = (
         "0.24.0",
         "Blocks for an earlier group's external tokens can be those that a later group has hit and not touched yet.",
         "vllm#44409",
+    ),
+    KnownIssue(
+        "core-mamba-hit-disagrees",
+        "HIT-4",
+        "0.20.2",
+        "0.26.0",
+        "With EAGLE and no group marked for it, a state one block after what full attention holds counts as the hit.",
+        "vllm#43559",
+    ),
+    KnownIssue(
+        "core-states-over-allocated",
+        "STATE-2",
+        "0.20.2",
+        "0.23.0",
+        "In align mode, a step that needs fewer blocks than rejected drafts left in the row raises AssertionError.",
+        "tests/bugs/core_states_over_allocated.py",
     ),
     KnownIssue(
         "offload-in-flight-is-a-miss",

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jinja2
 
 from kvspec import __version__
-from kvspec.bench import Bench, Case, Row, is_built, why_not
+from kvspec.bench import NOT_BUILT, Bench, Case, Row, is_built, why_not
 from kvspec.defects import Defect
+from kvspec.events import ABLATIONS
 from kvspec.laws import LAWS
 from kvspec.model import CLAUSES
-from kvspec.trial import ABLATIONS
 
 Z_95 = 1.959964
 """Quantile of the normal distribution."""
@@ -93,6 +93,15 @@ class Figures:
     def alarms(self) -> list[Row]:
         """The seeds that weren't silent where it isn't."""
         return [row for row in self.clean if row.found]
+
+    def silence(self) -> str:
+        """Say in which release how many seeds were silent, and which known issues they saw."""
+        if not self.clean:
+            return "–"
+        known = sorted({issue for row in self.clean for issue in row.known})
+        where = f"{self.fixed}: " if self.fixed else ""
+        seen = f" (known: {', '.join(known)})" if known else ""
+        return f"{where}{len(self.clean) - len(self.alarms)} of {len(self.clean)}{seen}"
 
     @property
     def is_proved(self) -> bool:
@@ -196,7 +205,7 @@ class Report:
         self.plan = bench.plan
         self.header = bench.header
         self.version = __version__
-        self.ablations = {name: ABLATIONS[name][0] for name in bench.plan.ablations}
+        self.ablations = {name: ABLATIONS[name] for name in bench.plan.ablations}
         self.cases = [self._case(case, "") for case in bench.plan.cases]
         self.defects = [self._defect(name, defect, "") for name, defect in bench.plan.defects.items()]
         self.releases = sorted({row.release for row in bench.rows if row.release})
@@ -232,7 +241,7 @@ class Report:
             fixed=clean[0].release if clean else "",
             sentence=defect.sentence,
             events=(),
-            refused="" if is_built(defect.target) else "target not built",
+            refused="" if is_built(defect.target) else NOT_BUILT,
             rows=rows,
             clean=clean,
         )
@@ -242,6 +251,18 @@ class Report:
     def runnable(self, figures: Iterable[Figures]) -> list[Figures]:
         """Those of which at least one seed says something."""
         return [one for one in figures if one.ran]
+
+    def noted(self, figures: Iterable[Figures]) -> list[tuple[str, str]]:
+        """Return id and note of those that have one, and weren't left out on purpose."""
+        return [(one.id, one.note()) for one in figures if one.note() and not one.refused]
+
+    def left_out(self, figures: Iterable[Figures]) -> list[tuple[str, str, list[str]]]:
+        """Return why, of which target, and ids of those that can't be run."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for one in figures:
+            if one.refused:
+                groups.setdefault((one.refused, one.target), []).append(one.id)
+        return [(why, target, ids) for (why, target), ids in sorted(groups.items())]
 
     def ablated(self, ablation: str) -> tuple[list[Figures], list[Figures]]:
         """Return cases and defects without something."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import kvspec
 from kvspec import laws, model
+from kvspec.defects import Defect, load_defects
 from kvspec.errors import KvspecError
 from kvspec.known import Issue, load_known
 from kvspec.laws import Law
@@ -50,10 +51,10 @@ READING = (
                 "names the clause when they differ",
             ),
             (
-                "Tests",
-                "tests that name the clause or call its function; among them one that plants a defect, and sees that "
-                "it breaks this clause and no other",
+                "Planted defects",
+                "changes of the model or of vLLM, made in memory, that tests see break this clause",
             ),
+            ("Tests", "other tests that name the clause or call its function"),
             ("Known issues", "releases that are wrong by their own intent, and what shows it"),
         ),
     ),
@@ -81,6 +82,13 @@ class Value(NamedTuple):
     span: Span
 
 
+class Planted(NamedTuple):
+    """A planted defect."""
+
+    name: str
+    sentence: str
+
+
 class Known(NamedTuple):
     """A known issue, where the releases have it, and what shows it."""
 
@@ -103,6 +111,7 @@ class ClausePart:
     switches: list[str]
     compared: dict[str, list[str]]
     """File -> the functions that compare it."""
+    defects: list[Planted]
     tests: list[str]
     issues: list[Known]
 
@@ -118,6 +127,7 @@ class LawPart:
     law: Law
     checked: dict[str, list[str]]
     """File -> the functions that hold a target to it."""
+    defects: list[Planted]
     tests: list[str]
     issues: list[Known]
 
@@ -207,11 +217,18 @@ def collect() -> Page:
     root = Path(kvspec.__file__).parent.parent
     machines = _folder("strategies")
     has_tests = (root / "pyproject.toml").exists() and (root / "tests").is_dir()
+    registry = load_defects(root / "tests" / "defects") if has_tests else {}
     facts = _Facts(
         in_model=found.switches_of_clauses(Path(model.__file__).parent),
         machines=found.checks(machines.parent, machines.name),
         tests=found.checks(root, "tests") if has_tests else found.Found({}, {}),
         package=found.checks(root, "kvspec"),
+        defects={
+            _subject(defect): [
+                Planted(name, other.sentence) for name, other in registry.items() if _subject(other) == _subject(defect)
+            ]
+            for defect in registry.values()
+        },
         scripts=[path.relative_to(root).as_posix() for path in (root / "tests" / "bugs").glob("*.py")]
         if has_tests
         else [],
@@ -230,6 +247,11 @@ def collect() -> Page:
     )
 
 
+def _subject(defect: Defect) -> Subject:
+    is_equality = defect.in_model or defect.target == "vllm-core"
+    return Subject("clause" if is_equality else "law", defect.law)
+
+
 def reading_order() -> list[str]:
     """Return the modules of the model in the order that its docstring recommends."""
     text = next(part.text for part in paragraphs(inspect.getdoc(model) or "") if part.text.startswith("To be read"))
@@ -241,6 +263,7 @@ class _Facts(NamedTuple):
     machines: found.Found
     tests: found.Found
     package: found.Found
+    defects: dict[Subject, list[Planted]]
     scripts: list[str]
 
     def tests_of(self, kind: str, subject_id: str) -> list[str]:
@@ -282,6 +305,7 @@ def _clause(clause: Clause, facts: _Facts) -> ClausePart:
         span=span_of(clause.releases),
         switches=facts.switches_of(clause),
         compared=_by_file(facts.machines.places.get(Subject("clause", clause.id), [])),
+        defects=facts.defects.get(Subject("clause", clause.id), []),
         tests=facts.tests_of("clause", clause.id),
         issues=[_known(issue, facts) for issue in KNOWN_ISSUES if issue.clause == clause.id],
     )
@@ -291,8 +315,13 @@ def _law(law: Law, facts: _Facts) -> LawPart:
     return LawPart(
         law=law,
         checked=_by_file(facts.package.places.get(Subject("law", law.id), [])),
+        defects=facts.defects.get(Subject("law", law.id), []),
         tests=facts.tests_of("law", law.id),
-        issues=[_known_of_gate(issue) for issue in load_known() if fnmatchcase(law.id, issue.law)],
+        issues=[
+            _known_of_gate(issue)
+            for issue in load_known()
+            if issue.target != "vllm-core" and fnmatchcase(law.id, issue.law)
+        ],
     )
 
 

@@ -39,6 +39,8 @@ class CopiedBlock(NamedTuple):
     gpu: int
     cpu: int
     to_gpu: bool
+    job: int | None = None
+    """The number of the transfer that it is part of, if the connector has such numbers."""
 
 
 class Probe(Protocol):
@@ -86,6 +88,8 @@ class Engine(Protocol):
     """Whether the engine keeps stepping until its transfers have ended."""
     cpu_null_block: int | None
     """The CPU block that no copy may touch, if there is one."""
+    longest_request: int
+    """Tokens, prompt and output, of the longest request that it can run."""
 
     def set_adversary(self, adversary: Adversary) -> None: ...
     def add(self, op: Add, prompt: list[int], arrival: int) -> None: ...
@@ -117,10 +121,19 @@ class Engine(Protocol):
     def kept(self) -> Mapping[str, int]: ...
     def cpu_index(self) -> Mapping[bytes, int]: ...
     def gpu_index(self) -> Mapping[bytes, int]: ...
-    def expected_tags(self, key: bytes) -> np.ndarray | None: ...
-    def cpu_tags(self, rank: int, block: int) -> np.ndarray: ...
-    def gpu_tags(self, rank: int, block: int) -> np.ndarray: ...
-    def describe_tag(self, tag: int, rank: int, layer: int) -> str: ...
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key.
+
+        They are the block's first tags, if the key stands for its beginning only.
+        """
+
+    def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        """Return the tags that a block holds, as a block of the key's group; shape (layers, tokens kept)."""
+
+    def gpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray: ...
+    def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
+        """Say what a tag is that was read from the ``index``-th layer of a key's group."""
+
     def describe_key(self, key: bytes) -> str: ...
     def events(self, tier: str) -> Mapping[bytes, int] | None: ...
     def state(self) -> str: ...
@@ -138,8 +151,11 @@ class Target(Protocol):
     def activated(self) -> AbstractContextManager[Any]:
         """Put the simulated device in place for the time of the context."""
 
+    def refusal(self, setup: EngineSetup) -> str | None:
+        """Say why the implementation doesn't support a setup; None if it does."""
+
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> Engine:
-        """Start a fresh engine."""
+        """Start a fresh engine. SetupRefused: it doesn't support the setup."""
 
 
 TARGETS = {

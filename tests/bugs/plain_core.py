@@ -35,18 +35,28 @@ def window(block_size, tokens):
     )
 
 
-class Cache:
-    """A manager for groups given as (spec, whether it has draft layers)."""
+def states(block_size, drafts=0):
+    return interface.MambaSpec(
+        block_size=block_size,
+        shapes=((1,),),
+        dtypes=(torch.float16,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
 
-    def __init__(self, *groups, blocks=100, dcp=1, hash_size=None):
+
+class Cache:
+    """A manager for groups given as (spec, whether it has draft layers); with ``eagle`` and none marked, all have."""
+
+    def __init__(self, *groups, blocks=100, dcp=1, hash_size=None, eagle=False):
         sizes = [spec.block_size * dcp for spec, _ in groups]
         self.hash_size = hash_size or math.gcd(*sizes)
         config = interface.KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                interface.KVCacheGroupSpec([f"layer {i}"], spec, is_eagle_group=eagle)
-                for i, (spec, eagle) in enumerate(groups)
+                interface.KVCacheGroupSpec([f"layer {i}"], spec, is_eagle_group=marked)
+                for i, (spec, marked) in enumerate(groups)
             ],
         )
         arguments = {
@@ -55,7 +65,7 @@ class Cache:
             "scheduler_block_size": math.lcm(*sizes),
             "hash_block_size": self.hash_size,
             "enable_caching": True,
-            "use_eagle": any(eagle for _, eagle in groups),
+            "use_eagle": eagle or any(marked for _, marked in groups),
             "enable_kv_cache_events": True,
             "dcp_world_size": dcp,
         }

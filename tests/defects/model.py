@@ -7,10 +7,11 @@ they hold for all releases.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvspec.defects import Defect, Patch
-from kvspec.model import cache, groups, keys, pool, scaling
+from kvspec.model import cache, groups, keys, pool, scaling, states
 from kvspec.model.pool import NULL
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -23,7 +24,7 @@ def changed(owner: Any, name: str, wrap: Wrap) -> Callable[[Patch], None]:
         from strategies import core
 
         original = getattr(owner, name)
-        for place in (owner, cache, scaling, core):
+        for place in (owner, cache, scaling, states, core):
             if vars(place).get(name) is original:
                 patch.setattr(place, name, wrap(original))
 
@@ -118,6 +119,13 @@ def _keeps_order(original: Any) -> Any:
     return step_processed
 
 
+def _keeps_spares_in_place(original: Any) -> Any:
+    def extend(pool_: Any, group: Any, span: int, tokens: int, row: list[int], running: Any) -> list[int]:
+        return original(pool_, replace(group, spares=0), span, tokens, row, running)  # type: ignore[no-any-return]
+
+    return extend
+
+
 def _in_order(original: Any) -> Any:
     def free(self: Any, request: Any) -> None:
         self.passed.pop(request.name, None)
@@ -191,7 +199,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "HIT-7": ("cache", without(C, "_parting", 0)),
     "NEED-1": (
         "cache",
-        changed(C, "blocks_needed", lambda f: lambda self, *a, capped=False: f(self, *a, capped=capped) + (not capped)),
+        changed(C, "blocks_needed", lambda f: lambda self, *a, **n: f(self, *a, **n) + ("capped" not in n)),
     ),
     "NEED-2": ("cache", without(C, "is_fresh", False)),
     "NEED-3": ("cache", without(groups, "admission_cap")),
@@ -202,7 +210,10 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "ALLOC-4": ("cache", changed(C, "_slots", lambda f: lambda self, n, lookahead: f(self, n, 0))),
     "ALLOC-5": ("cache", changed(P, "touch", _twice)),
     "ALLOC-6": ("cache", changed(C, "_take_external", _takes_one_less)),
-    "ALLOC-7": ("cache", changed(C, "_extend", lambda f: lambda self, r, n: f(self, r, n + min(self.spans)))),
+    "ALLOC-7": (
+        "cache",
+        changed(C, "_extend", lambda f: lambda self, r, n, main: f(self, r, n + min(self.spans), main)),
+    ),
     "ALLOC-8": ("cache", changed(C, "allocate", lambda f: lambda self, *a, reserved, **n: f(self, *a, **n))),
     "REG-1": (
         "cache",
@@ -212,6 +223,10 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "REG-3": ("cache", changed(C, "_registrable", lambda f: lambda self, n, i: n)),
     "REG-4": ("cache", without(C, "_boundaries", ())),
     "REG-5": ("cache", without(C, "_register_tail")),
+    "REG-6": ("cache", without(C, "_register_prompt_state")),
+    "STATE-1": ("cache", changed(states, "states_needed", lambda f: lambda *a: f(*a) + 1)),
+    "STATE-2": ("cache", changed(states, "extend_states", _keeps_spares_in_place)),
+    "STATE-3": ("cache", without(states, "states_passed", ([], []))),
     "FREE-1": ("cache", changed(C, "free", _in_order)),
     "FREE-2": ("cache", changed(C, "take", lambda f: lambda self, r: f(self, r)[::-1])),
     "FREE-3": ("cache", changed(D, "free", _always_at_once)),

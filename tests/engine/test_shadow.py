@@ -13,8 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec.device.simulated import DeviceFault
-from kvspec.engine.shadow import Batch, RunnerState, Scheduled, ShadowMemory, ShadowMismatch, layer_mask
+from kvspec.engine.shadow import (
+    Accesses,
+    Batch,
+    Layout,
+    RunnerState,
+    Scheduled,
+    ShadowMemory,
+    ShadowMismatch,
+    layer_mask,
+)
 from kvspec.engine.text import STOP_TOKEN, Origins, Text, words
+from kvspec.model.scaling import slot
 
 FIXED = settings(derandomize=True, database=None, deadline=None)
 LAYERS = 3
@@ -84,12 +94,14 @@ class Lab:
     def __post_init__(self) -> None:
         self.origins = Origins()
         self.texts: dict[str, Text] = {}
-        self.state = RunnerState(self.block_size, self.texts)
+        layouts = [Layout(self.block_size)]
+        self.state = RunnerState(layouts, self.texts)
         self.memories = [
             ShadowMemory(
                 np.zeros((LAYERS, self.blocks * self.block_size), dtype=np.uint64),
-                self.block_size,
+                layouts,
                 rank,
+                0,
                 self.origins,
                 self.reports.append,
             )
@@ -111,6 +123,12 @@ class Lab:
     def bytes_of(self, rank: int, block: int) -> np.ndarray:
         """The tags of a block in all layers, to be read or written."""
         return self.memories[rank].tags[:, block * self.block_size : (block + 1) * self.block_size]
+
+
+def only(batch: Batch) -> Accesses:
+    """What a batch does to the one group, on ranks that all keep everything."""
+    ((accesses,),) = batch.accesses
+    return accesses
 
 
 # The forward against a loop -------------------------------------------------------------------------------------------
@@ -152,8 +170,8 @@ def test_a_batch_writes_and_reads_the_slots_that_the_block_tables_name(
             new=[new(name, range(stop), table, start) for name, (table, start, stop) in requests.items()],
         )
     )
-    assert list(zip(batch.write_slots.tolist(), batch.write_tags.tolist(), strict=True)) == writes
-    assert list(zip(batch.read_slots.tolist(), batch.read_tags.tolist(), strict=True)) == reads
+    assert list(zip(only(batch).write_slots.tolist(), only(batch).write_tags.tolist(), strict=True)) == writes
+    assert list(zip(only(batch).read_slots.tolist(), only(batch).read_tags.tolist(), strict=True)) == reads
     assert batch.rows == tuple(Scheduled(name, start, stop) for name, (_, start, stop) in requests.items())
 
 
@@ -221,7 +239,7 @@ def test_a_step_without_tokens_writes_and_reads_nothing() -> None:
     lab = Lab()
     batch = lab.run(output({}))
     assert batch.rows == ()
-    assert batch.write_slots.size == batch.read_slots.size == 0
+    assert only(batch).write_slots.size == only(batch).read_slots.size == 0
     assert not any(memory.tags.any() for memory in lab.memories)
     assert lab.reports == []
 
@@ -362,6 +380,147 @@ def test_a_mismatch_is_told_in_one_sentence() -> None:
     )
 
 
+# Shards, windows and groups -------------------------------------------------------------------------------------------
+
+
+def loop_over_tokens(layout: Layout, table: Sequence[int], start: int, stop: int, shard: int) -> tuple[Any, Any]:
+    """What a shard writes and reads of one row, as (slot, position): the rule, one token after the other."""
+    writes, reads = [], []
+    for position in range(stop):
+        place = slot(position, layout.span, layout.shards, layout.interleave)
+        if place.rank != shard or (layout.reach and position <= start - layout.reach):
+            continue
+        entry = (table[place.block] * layout.block_tokens + place.offset, position)
+        reads.append(entry)
+        if position >= start:
+            writes.append(entry)
+    return writes, reads
+
+
+LAYOUTS = st.builds(
+    lambda interleave, turns, shards, reach: Layout(interleave * turns, shards, interleave, reach),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.just(0) | st.integers(1, 12),
+)
+
+
+@FIXED
+@given(LAYOUTS, st.data())
+def test_a_shard_writes_and_reads_the_tokens_that_it_keeps_of_those_that_attention_reads(
+    layout: Layout, data: st.DataObject
+) -> None:
+    texts = {"a": Text.of_prompt("a", words(1, 0, 3 * layout.span), 0, Origins())}
+    stop = data.draw(st.integers(1, 3 * layout.span))
+    start = data.draw(st.integers(0, stop - 1))
+    table = data.draw(st.permutations([2, 5, 7]))
+    request = new("a", range(3 * layout.span), table, start)
+    (by_shard,) = RunnerState([layout], texts).apply(output({"a": stop - start}, [request])).accesses
+    assert len(by_shard) == layout.shards
+    tags = texts["a"].tags(0, stop).tolist()
+    for shard, accesses in enumerate(by_shard):
+        writes, reads = loop_over_tokens(layout, table, start, stop, shard)
+        written = zip(accesses.write_slots.tolist(), accesses.write_tags.tolist(), strict=True)
+        read = zip(accesses.read_slots.tolist(), accesses.read_tags.tolist(), strict=True)
+        assert list(written) == [(at, tags[position]) for at, position in writes]
+        assert list(read) == [(at, tags[position]) for at, position in reads]
+        (stretch,) = accesses.reads
+        positions = layout.positions(stretch.first, stretch.first + stretch.tokens, shard).tolist()
+        assert positions == [position for _, position in reads]
+
+
+@dataclass
+class GroupLab:
+    """Full attention in blocks of 4 (2 words a token in other groups), and whatever else, on one or more shards."""
+
+    layouts: list[Layout]
+    reports: list[ShadowMismatch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.origins = Origins()
+        self.texts = {"a": Text.of_prompt("a", words(1, 0, 16), 0, self.origins)}
+        self.state = RunnerState(self.layouts, self.texts)
+        shards = max(layout.shards for layout in self.layouts)
+        block_words = self.layouts[0].block_tokens * self.layouts[0].words
+        self.memories = [
+            ShadowMemory(
+                np.zeros((LAYERS, BLOCKS * block_words), dtype=np.uint64),
+                self.layouts,
+                shard,
+                shard,
+                self.origins,
+                self.reports.append,
+            )
+            for shard in range(shards)
+        ]
+
+    def run(self, tokens: int, computed: int, tables: Sequence[Sequence[int]]) -> None:
+        first = new("a", range(16), [], computed)
+        first.block_ids = tuple(map(list, tables))
+        batch = self.state.apply(output({"a": tokens}, [first]))
+        for memory in self.memories:
+            memory.forward(batch)
+
+
+def test_each_rank_reports_what_is_wrong_in_its_own_share_with_the_position_in_the_request() -> None:
+    lab = GroupLab([Layout(4, shards=2, interleave=2)])
+    lab.run(16, 0, [[3, 5]])
+    lab.memories[1].tags[2, 5 * 4 + 2] ^= np.uint64(9)  # The second block, its last token but one.
+    lab.run(1, 15, [[3, 5]])
+    assert [report[:5] for report in lab.reports] == [("a", 14, 2, 1, 5)]
+    lab.reports.clear()
+    lab.memories[0].tags[1, 5 * 4 + 2] = 0
+    lab.run(1, 15, [[3, 5]])
+    assert [report[:5] for report in lab.reports] == [("a", 12, 1, 0, 5)]
+
+
+def test_a_window_is_read_from_its_first_token_on_and_not_before() -> None:
+    lab = GroupLab([Layout(4, reach=6)])
+    lab.run(12, 0, [[3, 5, 6]])
+    lab.memories[0].tags[:, 4 * 5 + 2] ^= np.uint64(1)  # Position 6.
+    lab.run(1, 12, [[0, 5, 6, 7]])
+    assert lab.reports == []
+    lab.run(1, 11, [[0, 5, 6, 7]])
+    assert [report.position for report in lab.reports] == [6]
+
+
+def test_what_is_written_into_the_null_block_is_not_there_when_it_is_read() -> None:
+    lab = GroupLab([Layout(4, reach=6)])
+    lab.run(8, 0, [[3, 0]])
+    assert [(report.position, report.block) for report in lab.reports] == [(4, 0)]
+
+
+def test_groups_of_unequal_blocks_share_the_memory_and_a_block_of_one_is_wrong_for_the_other() -> None:
+    lab = GroupLab([Layout(8), Layout(4, reach=9, words=2)])
+    lab.run(16, 0, [[1, 2], [3, 4, 5, 6]])
+    assert lab.reports == []
+    lab.run(1, 15, [[1, 2], [3, 4, 5, 2]])
+    (report,) = lab.reports
+    assert (report.position, report.layer, report.block) == (12, LAYERS, 2)
+
+
+def test_a_token_of_several_words_is_wrong_if_one_of_them_is() -> None:
+    for word in range(2):
+        lab = GroupLab([Layout(8), Layout(4, reach=9, words=2)])
+        lab.run(16, 0, [[1, 2], [3, 4, 5, 6]])
+        lab.memories[0].tags[1, 6 * 8 + word] ^= np.uint64(1)
+        lab.run(1, 15, [[1, 2], [3, 4, 5, 6]])
+        assert [report[:5] for report in lab.reports] == [("a", 12, LAYERS + 1, 0, 6)]
+
+
+def test_a_block_is_read_back_as_the_tags_that_its_group_wrote() -> None:
+    lab = GroupLab([Layout(8, shards=2, interleave=4)])
+    lab.run(16, 0, [[1]])
+    tags = lab.texts["a"].tags(0, 16)
+    for shard, memory in enumerate(lab.memories):
+        first = 4 * shard
+        own = [*range(first, first + 4), *range(8 + first, 12 + first)]
+        assert memory.kept(tags, 0).tolist() == tags[own].tolist()
+        assert memory.kept(tags[:6], 0).tolist() == tags[first : min(6, first + 4)].tolist()
+        assert (memory.gpu_block(1, 0) == memory.kept(tags, 0)).all()
+
+
 # Blocks that are zeroed or copied -------------------------------------------------------------------------------------
 
 
@@ -400,9 +559,9 @@ def test_a_known_request_keeps_its_table_and_new_blocks_are_appended() -> None:
     lab.run(output({"a": 3}, new=[new("a", range(9), [4])]))
     lab.run(output({"a": 1}, cached=[Cached("a", 3)]))
     batch = lab.run(output({"a": 4}, cached=[Cached("a", 4, [8])]))
-    assert batch.read_slots.tolist() == slots_of([4, 8], 8)
+    assert only(batch).read_slots.tolist() == slots_of([4, 8], 8)
     batch = lab.run(output({"a": 1}, cached=[Cached("a", 8, [1])]))
-    assert batch.write_slots.tolist() == slots_of([4, 8, 1], 9)[-1:]
+    assert only(batch).write_slots.tolist() == slots_of([4, 8, 1], 9)[-1:]
     assert lab.reports == []
 
 
@@ -431,13 +590,13 @@ def test_a_resumed_request_has_a_table_of_its_own_and_goes_on_where_it_was(resum
     assert len(before) == 8
 
     first = lab.run(output({"a": 5}, **resumed("a", said, [2, 3], 0)))
-    assert first.write_slots.tolist() == slots_of([2, 3], 5)
+    assert only(first).write_slots.tolist() == slots_of([2, 3], 5)
     assert first.sampled == {"a": None}
     second = lab.run(output({"a": 3}, cached=[Cached("a", 5, outputs=2)]))
-    assert second.read_slots.tolist() == slots_of([2, 3], 8)
+    assert only(second).read_slots.tolist() == slots_of([2, 3], 8)
     assert second.sampled == {"a": said.tokens[8]}
     third = lab.run(output({"a": 1}, cached=[Cached("a", 8, [6], outputs=3)]))
-    assert third.write_slots.tolist() == slots_of([2, 3, 6], 9)[-1:]
+    assert only(third).write_slots.tolist() == slots_of([2, 3, 6], 9)[-1:]
     assert said.tokens[:8] == before
     assert lab.reports == []
 
@@ -461,7 +620,7 @@ def test_a_resumed_request_that_finds_its_prefix_computes_only_the_rest(resumed:
     said = lab.say("a", words(1, 0, 6))
     lab.run(output({"a": 6}, new=[new("a", range(6), [4, 8])]))
     batch = lab.run(output({"a": 3}, **resumed("a", said, [4, 3], 4)))
-    assert batch.write_slots.tolist() == slots_of([4, 3], 7)[4:]
+    assert only(batch).write_slots.tolist() == slots_of([4, 3], 7)[4:]
     assert batch.sampled == {"a": said.tokens[7]}
     assert lab.reports == []
 
@@ -481,7 +640,7 @@ def test_a_name_that_finished_and_comes_again_in_one_step_is_a_new_request() -> 
     lab.run(output({"a": 4}, new=[new("a", range(4), [4])]))
     lab.say("a", words(2, 0, 3))
     batch = lab.run(output({"a": 3}, new=[new("a", range(3), [6])], finished=["a"]))
-    assert batch.write_slots.tolist() == slots_of([6], 3)
+    assert only(batch).write_slots.tolist() == slots_of([6], 3)
 
 
 def test_only_what_is_scheduled_is_computed() -> None:

@@ -1,6 +1,6 @@
 """How much the equality machines see: mutants of vLLM's own ``block_pool.py``, and how many of them are killed.
 
-    PYTHONPATH=RELEASE:. python tests/model/mutants.py --ops 6000
+    PYTHONPATH=$(kvspec release path 0.33.0) PYTHONHASHSEED=0 python -m tests.model.mutants --ops 4000
 
 A mutant has one small change. Each runs in a process of its own, forked from one that has imported vLLM. It is killed
 if a run of the pool or of the cache differs from the model, raises, or doesn't end. Statements that only log, measure
@@ -195,7 +195,9 @@ def _verdict(mutant: Mutant, ops: int) -> str:
 
 def main() -> int:
     """Run all mutants and print the survivors."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.model.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ops", type=int, default=6000, help="of each machine")
     parser.add_argument("--timeout", type=int, default=60, help="seconds per mutant")
     parser.add_argument("--every", type=int, default=1, help="only every Nth mutant,")

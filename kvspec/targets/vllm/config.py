@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvspec.ops import EngineSetup
+from kvspec.engine.shadow import Layout
+from kvspec.ops import AttentionGroup, EngineSetup
 
 LAYERS = 2
 BYTES_PER_TOKEN = 8  # One head of size 2, keys and values, in float16: one 64-bit tag per token and layer.
@@ -39,19 +40,95 @@ _MODEL = {
 }
 
 
-def layer_names() -> list[str]:
-    """Return the names of the model's attention layers, in order."""
-    return [f"layers.{i}.attn" for i in range(LAYERS)]
+def layer_names(group: int) -> list[str]:
+    """Return the names of a group's attention layers, in order."""
+    return [f"layers.{group * LAYERS + i}.attn" for i in range(LAYERS)]
 
 
-def page_bytes(block_size: int) -> int:
-    """Return the bytes of one block in one layer."""
-    return block_size * BYTES_PER_TOKEN
+def page_bytes(setup: EngineSetup) -> int:
+    """Return the bytes of one block in one layer; equal in all groups."""
+    return max(setup.block_sizes) * BYTES_PER_TOKEN
 
 
-def block_bytes(block_size: int) -> int:
-    """Return the bytes of one block in all layers."""
-    return LAYERS * page_bytes(block_size)
+def block_bytes(setup: EngineSetup) -> int:
+    """Return the bytes of one block in all layers of its group."""
+    return LAYERS * page_bytes(setup)
+
+
+def prefill_ranks_share_blocks() -> bool:
+    """Whether prefill ranks share the tokens of a block with decode ranks (up to 0.25); later each has its own copy.
+
+    Source: vLLM 0.25.1, v1/worker/block_table.py (BlockTable.compute_slot_mapping) and v1/worker/cp_utils.py.
+    """
+    from vllm.v1.worker import cp_utils
+
+    return hasattr(cp_utils, "get_total_cp_world_size")
+
+
+def shards(setup: EngineSetup) -> int:
+    """Return among how many ranks the tokens of a block are shared out."""
+    return setup.decode_ranks * (setup.prefill_ranks if prefill_ranks_share_blocks() else 1)
+
+
+def shard_of(rank: int, setup: EngineSetup) -> int:
+    """Return which share of a block's tokens a rank keeps; ranks with the same share hold copies.
+
+    Ranks are numbered prefill rank first, and share blocks in this order. Where there are decode and prefill ranks
+    that don't share blocks with each other, a decode group has ranks of the same place in different prefill groups.
+
+    Source: vLLM 0.25.1, v1/worker/block_table.py (total_cp_rank); vLLM 0.33.0, distributed/parallel_state.py
+    (initialize_model_parallel).
+    """
+    across_prefill = setup.prefill_ranks > 1 and not prefill_ranks_share_blocks()
+    return (rank // setup.decode_ranks if across_prefill else rank) % shards(setup)
+
+
+@functools.lru_cache(maxsize=1024)
+def layouts(setup: EngineSetup) -> tuple[Layout, ...]:
+    """Return how each group keeps tokens in blocks."""
+    return tuple(
+        Layout(
+            block_tokens=size,
+            shards=shards(setup),
+            interleave=setup.interleave,
+            reach=group.reach,
+            words=max(setup.block_sizes) // size,
+        )
+        for group, size in zip(setup.groups, setup.block_sizes, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def longest_request(setup: EngineSetup) -> int:
+    """Return the most tokens, prompt and output, that a request may have: vLLM refuses to start with a longer model.
+
+    A block of every group for each of its spans: more than a window takes, so that a request always fits.
+    """
+    spans = [layout.span for layout in layouts(setup)]
+    tokens = MAX_MODEL_LEN
+    while sum(-(-tokens // span) for span in spans) > setup.gpu_blocks - 1:
+        tokens -= 1
+    return tokens
+
+
+def refusal(setup: EngineSetup) -> str | None:
+    """Say why the release can't run a setup, whatever the connector; None if it can.
+
+    Source: vLLM 0.24.0, config/vllm.py (_get_v2_model_runner_unsupported_features); vLLM 0.33.0, config/parallel.py
+    (ParallelConfig) and config/vllm.py (_get_v1_model_runner_unsupported_features); v1/core/kv_cache_coordinator.py and
+    v1/core/kv_cache_utils.py (get_kv_cache_groups) of both.
+    """
+    if setup.prefill_ranks > 1:
+        shared = prefill_ranks_share_blocks()
+        if setup.runner_v2 == shared:
+            return f"in this release prefill context parallelism needs runner {'V1' if shared else 'V2'}"
+        if not shared and setup.decode_ranks not in (1, setup.prefill_ranks):
+            return "in this release there must be no decode ranks besides prefill ranks, or as many"
+    if len(setup.groups) > 1 and len(set(zip(setup.groups, setup.block_sizes, strict=True))) == 1:
+        return "layers that are all alike are one group"
+    if setup.context_ranks > 1 and setup.groups != (AttentionGroup(),):
+        return "context parallelism runs with one full-attention group only"
+    return None
 
 
 def _register_model() -> None:
@@ -121,11 +198,14 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     scheduler.async_scheduling = setup.async_scheduling
     scheduler.policy = "priority" if setup.priority else "fcfs"
     cache = result.cache_config = copy.copy(result.cache_config)
-    cache.block_size = setup.block_size
+    cache.block_size = setup.block_sizes[0]
     cache.num_gpu_blocks = setup.gpu_blocks
     parallel = result.parallel_config = copy.copy(result.parallel_config)
-    parallel.world_size = setup.ranks
-    parallel.tensor_parallel_size = setup.ranks
+    parallel.world_size = setup.world_size
+    parallel.tensor_parallel_size = setup.ranks * setup.decode_ranks
+    parallel.decode_context_parallel_size = setup.decode_ranks
+    parallel.prefill_context_parallel_size = setup.prefill_ranks
+    parallel.cp_kv_cache_interleave_size = setup.interleave
     transfer = result.kv_transfer_config = copy.copy(result.kv_transfer_config)
     transfer.engine_id = f"kvspec-{os.getpid()}-{next(_engine_numbers)}"  # shared memory is named after it
     transfer.kv_connector = connector
@@ -146,46 +226,75 @@ def of_rank(whole: Any, rank: int) -> Any:
 
 
 def kv_cache_config(setup: EngineSetup) -> Any:
-    """Return the target's ``KVCacheConfig``: one full-attention group, each layer in a region of its own."""
-    import torch
+    """Return the target's ``KVCacheConfig``: layer i of all groups shares region i.
+
+    A block is one group's at a time.
+
+    Source: vLLM 0.33.0, v1/core/kv_cache_planning.py (get_kv_cache_config_from_groups); vLLM 0.24.0,
+    v1/core/kv_cache_utils.py.
+    """
     from vllm.v1 import kv_cache_interface as interface
 
-    spec = interface.FullAttentionSpec(block_size=setup.block_size, num_kv_heads=1, head_size=2, dtype=torch.float16)
-    page = page_bytes(setup.block_size)
-    assert spec.page_size_bytes == page, (spec.page_size_bytes, page)
+    names = [layer_names(group) for group in range(len(setup.groups))]
+    page = page_bytes(setup)
     layer_bytes = page * setup.gpu_blocks
     if _one_allocation(interface):
         tensors = [
             interface.KVCacheTensor(
-                size=layer_bytes * LAYERS, layers=layer_names(), layer_stride=layer_bytes, block_stride=page
+                size=layer_bytes * LAYERS, layers=layers, layer_stride=layer_bytes, block_stride=page
             )
+            for layers in names
         ]
     else:
-        tensors = [interface.KVCacheTensor(size=layer_bytes, shared_by=[name]) for name in layer_names()]
+        tensors = [
+            interface.KVCacheTensor(size=layer_bytes, shared_by=list(shared)) for shared in zip(*names, strict=True)
+        ]
     return interface.KVCacheConfig(
         num_blocks=setup.gpu_blocks,
         kv_cache_tensors=tensors,
-        kv_cache_groups=[interface.KVCacheGroupSpec(layer_names(), spec)],
+        kv_cache_groups=[
+            interface.KVCacheGroupSpec(layers, _spec(interface, setup, group)) for group, layers in enumerate(names)
+        ],
     )
+
+
+def _spec(interface: Any, setup: EngineSetup, index: int) -> Any:
+    """Return a group's ``KVCacheSpec``; small blocks have as many more heads, so that pages are equal."""
+    import torch
+
+    group, size = setup.groups[index], setup.block_sizes[index]
+    common = {
+        "block_size": size,
+        "num_kv_heads": max(setup.block_sizes) // size,
+        "head_size": 2,
+        "dtype": torch.float16,
+    }
+    if group.kind == "full":
+        spec = interface.FullAttentionSpec(**common)
+    else:
+        spec = interface.SlidingWindowSpec(sliding_window=group.reach, **common)
+    assert spec.page_size_bytes == page_bytes(setup), (spec.page_size_bytes, page_bytes(setup))
+    return spec
 
 
 def kv_cache_memory(setup: EngineSetup) -> tuple[np.ndarray, dict[str, Any]]:
     """Allocate the KV cache of one rank.
 
-    Returns: the tags, shape (layers, blocks * block_size), uint64; the tensor of each layer as the worker gets it,
-    shape (blocks, page bytes), int8, in the same memory. Releases that describe placement in one backing allocation
-    get views of one storage, older ones a storage per layer.
+    Returns: the words, shape (layers of a group, blocks * words of a block), uint64; the tensor of each layer as the
+    worker gets it, shape (blocks, page bytes), int8, in the same memory. Releases that describe placement in one
+    backing allocation get views of one storage, older ones a storage per region.
     """
     import torch
     from vllm.v1 import kv_cache_interface as interface
 
-    tags = np.zeros((LAYERS, setup.gpu_blocks * setup.block_size), dtype=np.uint64)
-    shape = (setup.gpu_blocks, page_bytes(setup.block_size))
+    words = np.zeros((LAYERS, setup.gpu_blocks * max(setup.block_sizes)), dtype=np.uint64)
+    shape = (setup.gpu_blocks, page_bytes(setup))
     if _one_allocation(interface):
-        regions = list(torch.from_numpy(tags.reshape(-1).view(np.int8)).view(LAYERS, *shape))
+        regions = list(torch.from_numpy(words.reshape(-1).view(np.int8)).view(LAYERS, *shape))
     else:
-        regions = [torch.from_numpy(layer.view(np.int8)).view(shape) for layer in tags]
-    return tags, dict(zip(layer_names(), regions, strict=True))
+        regions = [torch.from_numpy(layer.view(np.int8)).view(shape) for layer in words]
+    names = (layer_names(group) for group in range(len(setup.groups)))
+    return words, {name: region for layers in names for name, region in zip(layers, regions, strict=True)}
 
 
 def _one_allocation(interface: Any) -> bool:

@@ -40,13 +40,14 @@ class SwapKernel:
     def _launch(self, src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, count: int, **_: Any) -> None:
         device = current_device()
         stream = device.compute_stream
+        label = device.label
         backwards = device.adversary.decide()  # programs of one launch are unordered
 
         def run() -> None:
             spans = _spans(src, dst, sizes)[:count]
             if any([device.is_pageable(span) for span in spans]):
                 raise DeviceFault("a kernel reads or writes host memory that isn't registered")
-            device.run_spans(stream.code, spans[::-1] if backwards else spans, None, by_kernel=True)
+            device.run_spans(stream.code, spans[::-1] if backwards else spans, None, by_kernel=True, label=label)
 
         device.launch("swap_blocks", run, stream)
         device.yield_point()

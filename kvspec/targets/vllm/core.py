@@ -332,10 +332,14 @@ def _spec(kind: str, block_tokens: int, reach: int, sharded: bool, caching: bool
     import torch
     from vllm.v1 import kv_cache_interface as interface
 
-    if kind == "mamba":
-        mode = "all" if caching else "none"
+    if kind in ("mamba", "mamba-align"):
+        mode = "align" if kind == "mamba-align" else "all" if caching else "none"
         return interface.MambaSpec(
-            block_size=block_tokens, shapes=((1,),), dtypes=(torch.float16,), mamba_cache_mode=mode
+            block_size=block_tokens,
+            shapes=((1,),),
+            dtypes=(torch.float16,),
+            mamba_cache_mode=mode,
+            num_speculative_blocks=reach,
         )
     common = {"block_size": block_tokens, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
     if not sharded:
@@ -367,7 +371,7 @@ class RealCache:
     """A ``KVCacheManager``, and of the scheduler what defers the release of blocks.
 
     Args:
-        groups: (kind, block tokens, reach, draft layers, sharded) of each.
+        groups: (kind, block tokens, reach or spare blocks, draft layers, sharded) of each.
         num_blocks: blocks of the pool.
         caching: prefix caching.
         prefill, decode: sizes of context parallelism.

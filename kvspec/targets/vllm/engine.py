@@ -26,6 +26,9 @@ from kvspec.engine.text import STOP_TOKEN, Origins, Text
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config
 
+HASH_BYTES = 32
+"""Of one block hash: SHA-256."""
+
 
 class VllmEngine:
     """One engine of the target: ``core`` is the real ``EngineCore``, everything asynchronous is in ``actors``."""
@@ -51,15 +54,17 @@ class VllmEngine:
         self._enter_process = _process_enterer()
         self.vllm_config = config.vllm_config(setup, connector, connector_config)
         self.kv_cache_config = config.kv_cache_config(setup)
-        self.ranks = [self._make_rank(index, report) for index in range(setup.ranks)]
-        if setup.ranks > 1:
+        self.layouts = config.layouts(setup)
+        world_size = setup.world_size
+        self.ranks = [self._make_rank(index, report) for index in range(world_size)]
+        if world_size > 1:
             self.actors.extend(self.ranks)
         runner = self._make_runner()
         self.core: Any = EngineCore.__new__(EngineCore)
         self.scheduler = self._make_scheduler()
         self.connector = self.scheduler.connector
-        aggregator = KVOutputAggregator.from_connector(self.connector, setup.ranks) if setup.ranks > 1 else None
-        state = RunnerState(setup.block_size, self.texts)
+        aggregator = KVOutputAggregator.from_connector(self.connector, world_size) if world_size > 1 else None
+        state = RunnerState(self.layouts, self.texts)
         self.executor = Executor(self.ranks, runner, state, observe_output, aggregator)
         self._complete_core()
 
@@ -71,7 +76,8 @@ class VllmEngine:
         device = SimulatedDevice(index, self.adversary, self.actors, pageable=False)
         tags, caches = config.kv_cache_memory(self.setup)
         device.add_device_memory(tags.ctypes.data, tags.nbytes)
-        memory = ShadowMemory(tags, self.setup.block_size, index, self.origins, report)
+        shard = config.shard_of(index, self.setup)
+        memory = ShadowMemory(tags, self.layouts, index, shard, self.origins, report)
         before = use(device)
         try:
             connector = KVConnectorFactory.create_connector(
@@ -194,19 +200,34 @@ class VllmEngine:
 
         return hash_and_note
 
-    def tags_of_hash(self, block_hash: bytes, blocks: int = 1) -> np.ndarray | None:
-        """Return the tags of the block that a hash stands for and of those before it, shape (blocks *
-        hash_block_size,), or None if it is nobody's."""
-        noted = self._hashed.get(block_hash)
+    def tags_of_hash(self, block_hash: bytes, span: int) -> np.ndarray | None:
+        """Return the tags of the tokens that a hash stands for in its block of ``span`` tokens, or None if it is
+        nobody's.
+
+        From 0.26 on a hash may stand for the beginning of a block: fewer tokens than its span. Up to 0.23 the hash of
+        a block of several hash blocks is theirs, one after the other.
+        """
+        noted = self._hashed.get(block_hash[-HASH_BYTES:])
         if noted is None:
             return None
-        request, last = noted
-        return self.texts[request].tags((last + 1 - blocks) * self.hash_block_size, (last + 1) * self.hash_block_size)
+        request, i = noted
+        stop = (i + 1) * self.hash_block_size
+        return self.texts[request].tags((stop - 1) // span * span, stop)
 
-    def describe_hash(self, block_hash: bytes) -> str:
-        """Say in words which block a hash stands for."""
-        noted = self._hashed.get(block_hash)
-        return f"block {noted[1]} of {noted[0]}" if noted else f"hash {block_hash.hex()[:12]}"
+    def tags_of_block(self, key: bytes) -> np.ndarray | None:
+        """Return the tags of the tokens that a key, a hash and the group's number in 4 bytes, stands for in its block;
+        None if it is nobody's."""
+        return self.tags_of_hash(key[:-4], self.layouts[group_of(key)].span)
+
+    def describe_key(self, key: bytes) -> str:
+        """Say in words which block a key stands for."""
+        group = f" in group {group_of(key)}" if len(self.layouts) > 1 else ""
+        noted = self._hashed.get(key[-4 - HASH_BYTES : -4])
+        if noted is None:
+            return f"hash {key[:-4].hex()[:12]}{group}"
+        request, i = noted
+        block = ((i + 1) * self.hash_block_size - 1) // self.layouts[group_of(key)].span
+        return f"block {block} of {request}{group}"
 
     def has_work(self) -> bool:
         """Whether the engine's busy loop would make a step."""
@@ -221,6 +242,11 @@ class VllmEngine:
         return any(rank.device.pending() or not rank.idle() for rank in self.ranks) or any(
             actor.enabled() for actor in self.actors
         )
+
+
+def group_of(key: bytes) -> int:
+    """Return the group that a key of a block pool belongs to."""
+    return int.from_bytes(key[-4:], "big")
 
 
 def _output_maker() -> Callable[[Batch, Any], Any]:

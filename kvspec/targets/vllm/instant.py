@@ -16,6 +16,7 @@ from kvspec.engine.text import FIRST_WORD, words
 from kvspec.ops import Abort, Add, History, Op, Reset, Settle, Step
 from kvspec.targets import parse_target
 from kvspec.targets.vllm import offloading, simple
+from kvspec.targets.vllm.config import longest_request
 from kvspec.targets.vllm.engine import VllmEngine
 
 CONNECTORS = {"vllm-simple": simple, "vllm-offloading": offloading}
@@ -85,9 +86,9 @@ class _InstantEngine:
             lambda *_: None,
         )
         self._vllm.core.model_executor = InstantExecutor(
-            self._vllm.scheduler, lambda metadata: connector.instant_output(metadata, setup.ranks)
+            self._vllm.scheduler, lambda metadata: connector.instant_output(metadata, setup.world_size)
         )
-        self._longest = (setup.gpu_blocks - 1) * setup.block_size
+        self._longest = longest_request(setup)
         self._added: dict[str, Any] = {}
         self.requests: dict[str, Any] = self._vllm.scheduler.requests
         self.steps = 0

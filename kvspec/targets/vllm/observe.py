@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,8 @@ from kvspec.engine.shadow import Batch
 from kvspec.laws import PoolView
 from kvspec.ops import Add, EngineSetup
 from kvspec.targets import CopiedBlock, Plan, Probe, ResetAnswer
-from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.config import longest_request
+from kvspec.targets.vllm.engine import VllmEngine, group_of
 
 _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
 
@@ -61,8 +63,8 @@ class Tier(Protocol):
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
     def kept(self) -> Mapping[str, int]: ...
     def index(self) -> Mapping[bytes, int]: ...
-    def tags(self, rank: int, block: int) -> np.ndarray: ...
-    def expected_tags(self, key: bytes) -> np.ndarray | None: ...
+    def tags(self, key: bytes, rank: int, block: int) -> np.ndarray: ...
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None: ...
     def describe_key(self, key: bytes) -> str: ...
     def keys_of_event(self, event: Any) -> Iterable[bytes]:
         """Return the index keys that a CPU event speaks of."""
@@ -90,6 +92,7 @@ class ObservedEngine:
         self.actors = self._vllm.actors
         self.polls_when_idle = self._tier.polls_when_idle
         self.cpu_null_block = self._tier.null_block
+        self.longest_request = longest_request(setup)
         self._connector = self._vllm.connector
         self._scheduler = self._vllm.scheduler
         self._gpu_pool = self._scheduler.kv_cache_manager.block_pool
@@ -190,7 +193,7 @@ class ObservedEngine:
             to_gpu = 0 <= dst - gpu_base < gpu_bytes
             gpu_address, cpu_address = (dst, src) if to_gpu else (src, dst)
             gpu = (gpu_address - gpu_base) // size % self._setup.gpu_blocks
-            block = CopiedBlock(rank, gpu, self._tier.block_of(rank, cpu_address), to_gpu)
+            block = CopiedBlock(rank, gpu, self._tier.block_of(rank, cpu_address), to_gpu, executed.label)
             self._probe.copied(block)
             self._tier.copied(block)
 
@@ -290,19 +293,18 @@ class ObservedEngine:
     def gpu_index(self) -> Mapping[bytes, int]:
         return index_of_pool(self._gpu_pool)
 
-    def expected_tags(self, key: bytes) -> np.ndarray | None:
-        return self._tier.expected_tags(key)
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        return self._tier.expected_tags(key, rank)
 
-    def cpu_tags(self, rank: int, block: int) -> np.ndarray:
-        return self._tier.tags(rank, block)
+    def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        return self._tier.tags(key, rank, block)
 
-    def gpu_tags(self, rank: int, block: int) -> np.ndarray:
+    def gpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        return self._vllm.ranks[rank].memory.gpu_block(block, group_of(key))
+
+    def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory
-        size = self._setup.block_size
-        return memory.tags[:, block * size : (block + 1) * size] ^ memory.masks
-
-    def describe_tag(self, tag: int, rank: int, layer: int) -> str:
-        return self._vllm.ranks[rank].memory.describe(tag, layer)
+        return memory.describe(tag, memory.layer(group_of(key), index))
 
     def describe_key(self, key: bytes) -> str:
         return self._tier.describe_key(key)
@@ -369,11 +371,11 @@ def index_of_pool(pool: Any) -> dict[bytes, int]:
 
 
 def _plan(output: Any, transfers: Transfers) -> Plan:
-    new_blocks = {new.req_id: tuple(new.block_ids[0]) for new in output.scheduled_new_reqs}
+    new_blocks = {new.req_id: tuple(chain.from_iterable(new.block_ids)) for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if blocks is not None:
-            new_blocks[request] = tuple(blocks[0])
+            new_blocks[request] = tuple(chain.from_iterable(blocks))
     return Plan(
         preempted=frozenset(output.preempted_req_ids or ()),
         new_blocks=new_blocks,

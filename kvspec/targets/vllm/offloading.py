@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from kvspec.device.adversary import Adversary
 from kvspec.device.cuda_names import current_device, installed, use
 from kvspec.device.simulated import SimulatedDevice
 from kvspec.engine.shadow import Batch, ShadowMemory
-from kvspec.errors import KvspecError
+from kvspec.errors import KvspecError, SetupRefused
 from kvspec.laws import PoolView
-from kvspec.ops import EngineSetup
+from kvspec.ops import AttentionGroup, EngineSetup
 from kvspec.targets import CopiedBlock, Probe
-from kvspec.targets.vllm.config import LAYERS, block_bytes
+from kvspec.targets.vllm.config import LAYERS, block_bytes, refusal
 from kvspec.targets.vllm.copies import (
     CudaRuntime,
     SwapKernel,
@@ -36,7 +36,7 @@ from kvspec.targets.vllm.copies import (
     swap_blocks_batch,
     tensor_to,
 )
-from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.engine import HASH_BYTES, VllmEngine, group_of
 from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, keys_of_hashes
 
 CONNECTOR = "OffloadingConnector"
@@ -61,7 +61,7 @@ def region_bytes(setup: EngineSetup) -> int:
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     alignment = getattr(CPUOffloadingSpec, "BLOCK_SIZE_ALIGNMENT", 1)
-    chunk = block_bytes(setup.block_size) * setup.blocks_per_chunk * setup.ranks
+    chunk = block_bytes(setup) * setup.blocks_per_chunk * setup.ranks
     return int(setup.cpu_blocks * -(-chunk // alignment) * alignment)
 
 
@@ -198,7 +198,16 @@ class OffloadingTarget:
             path.unlink(missing_ok=True)
         self._files.clear()
 
+    def refusal(self, setup: EngineSetup) -> str | None:
+        """What this target doesn't run yet, besides what the release refuses."""
+        if setup.context_ranks > 1 or setup.groups != (AttentionGroup(),):
+            return "kvspec runs OffloadingConnector with one full-attention group and without context parallelism"
+        return refusal(setup)
+
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
+        if reason := self.refusal(setup):
+            raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
+
         def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
             tier = OffloadingTier(vllm, probe)
             self._open.append(tier)
@@ -241,10 +250,32 @@ class _RankView:
     """Chunk: the latest store of which a copy has executed."""
 
 
+class _Names(NamedTuple):
+    """How a release names the parts of the CPU tier, in its manager, its policies and their entries."""
+
+    allocated: str
+    free: str
+    evictable: str
+    """Up to 0.23 there is no such counter."""
+    table: str
+    id: str
+
+
+_CHUNK_NAMES = _Names(
+    "_num_allocated_chunks", "_get_num_free_chunks", "_num_evictable_cache_chunks", "chunks", "chunk_id"
+)
+"""0.30 and later."""
+_BLOCK_NAMES = _Names(
+    "_num_allocated_blocks", "_get_num_free_blocks", "_num_evictable_cache_blocks", "blocks", "block_id"
+)
+
+
 class OffloadingTier:
     """The chunks of OffloadingConnector's CPU manager and the jobs that move them."""
 
     null_block: int | None = None
+    polls_when_idle = True
+    """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
         self._vllm = vllm
@@ -253,18 +284,20 @@ class OffloadingTier:
         self._scheduler = vllm.connector.connector_scheduler
         self._manager = self._scheduler.manager
         self._policy = self._manager._policy
-        self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.24 and later
+        self._names = _CHUNK_NAMES if hasattr(self._manager, _CHUNK_NAMES.allocated) else _BLOCK_NAMES
         self._schedules = 0
         self._schedules_with_forward: list[int] = []
         self._numbers = itertools.count()
         self._due: dict[int, _Job] = {}
         self._let_go_stores: list[_Job] = []
-        self._by_pair: dict[tuple[bool, int, int], _Job] = {}
+        self._jobs: dict[int, _Job] = {}
         self._preempted: set[str] = set()
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
             self._listen_to_forwards(self._ranks[rank.index], rank.memory)
+            for handler in _handlers(rank.connector):
+                _label_copies(rank.device, handler)
         self._listen()
 
     # Listening --------------------------------------------------------------------------------------------------------
@@ -312,7 +345,7 @@ class OffloadingTier:
         def noted(batch: Batch) -> None:
             schedule = self._schedules_with_forward[view.forwards]
             view.forwards += 1
-            blocks = (batch.write_slots // size).tolist()
+            blocks = (batch.accesses[0][0].write_slots // size).tolist()
             begin = 0
             for row in batch.rows:
                 end = begin + row.stop - row.start
@@ -378,8 +411,7 @@ class OffloadingTier:
                 copies_due=self._setup.ranks * LAYERS * int(gpu.block_ids.size),
                 is_running=transfer.req_id in output.num_scheduled_tokens,
             )
-            self._due[number] = job
-            self._by_pair.update({(is_store, block, chunk): job for block, chunk in job.pairs})
+            self._jobs[number] = self._due[number] = job
             jobs.append(job)
         return jobs
 
@@ -395,7 +427,7 @@ class OffloadingTier:
                 del self._due[job.number]
 
     def copied(self, block: CopiedBlock) -> None:
-        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        job = self._job_of(block)
         if job is None:
             return
         job.copies_due -= 1
@@ -434,25 +466,22 @@ class OffloadingTier:
 
     def pool(self) -> PoolView:
         """A chunk that nobody pins is free for another key, whether it has one now or not."""
+        manager, names = self._manager, self._names
         refs = [0] * self._setup.cpu_blocks
-        manager = self._manager
-        used = _attribute(manager, "_num_allocated_chunks", "_num_allocated_blocks")
-        free = [*manager._free_list, *range(used, len(refs))]
-        free_count = _attribute(manager, "_get_num_free_chunks", "_get_num_free_blocks")()
+        free = [*manager._free_list, *range(getattr(manager, names.allocated), len(refs))]
         unpinned = []
         for status in self._chunks().values():
-            refs[_chunk_id(status)] = abs(status.ref_cnt)
+            chunk = getattr(status, names.id)
+            refs[chunk] = abs(status.ref_cnt)
             if status.ref_cnt == 0:
-                unpinned.append(_chunk_id(status))
-        evictable = _attribute(manager, "_num_evictable_cache_chunks", "_num_evictable_cache_blocks", None)
-        return PoolView(
-            "CPU", refs, free + unpinned, free_count + (len(unpinned) if evictable is None else evictable), -1
-        )
+                unpinned.append(chunk)
+        free_count = getattr(manager, names.free)() + getattr(manager, names.evictable, len(unpinned))
+        return PoolView("CPU", refs, free + unpinned, free_count, -1)
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
         later job has used it."""
-        job = self._by_pair.get((not block.to_gpu, block.gpu, block.cpu))
+        job = self._job_of(block)
         if job is None:
             return gpu_refs, 0
         view = self._ranks[block.rank]
@@ -466,9 +495,15 @@ class OffloadingTier:
             return gpu_refs, 0
         return gpu_refs, int(job.is_let_go or self._is_pinned(job, block.cpu))
 
+    def _job_of(self, block: CopiedBlock) -> _Job | None:
+        """Return the job that a copy is part of; None if no job says that it is to be made."""
+        job = self._jobs.get(-1 if block.job is None else block.job)
+        is_planned = job and job.is_store != block.to_gpu and (block.gpu, block.cpu) in job.pairs
+        return job if is_planned else None
+
     def _is_pinned(self, job: _Job, chunk: int) -> bool:
         for status in self._chunks().values():
-            if _chunk_id(status) == chunk:
+            if getattr(status, self._names.id) == chunk:
                 return bool(status.ref_cnt == -1 if job.is_store else status.ref_cnt > 0)
         return False
 
@@ -490,27 +525,29 @@ class OffloadingTier:
         """Return the ready chunks; one whose store was let go is as good as ready once the workers have done it."""
         self._let_go_stores = [job for job in self._let_go_stores if job.copies_due]
         unwritten = {chunk for job in self._let_go_stores for _, chunk in job.pairs}
-        ready = {key + _CHUNK: _chunk_id(status) for key, status in self._chunks().items() if status.is_ready}
+        name = self._names.id
+        ready = {key + _CHUNK: getattr(status, name) for key, status in self._chunks().items() if status.is_ready}
         return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
 
     def _chunks(self) -> Mapping[bytes, Any]:
         policy = self._policy
         if hasattr(policy, "t1"):
             return {**policy.t1, **policy.t2}
-        chunks: Mapping[bytes, Any] = _attribute(policy, "chunks", "blocks")
+        chunks: Mapping[bytes, Any] = getattr(policy, self._names.table)
         return chunks
 
-    def tags(self, rank: int, block: int) -> np.ndarray:
-        layers = [tensor[block].view(np.uint64) for tensor in self._ranks[rank].tensors]
-        return np.stack(layers) ^ self._vllm.ranks[rank].memory.masks
+    def tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        words = np.stack([tensor[block].view(np.uint64) for tensor in self._ranks[rank].tensors])
+        return self._vllm.ranks[rank].memory.read_block(words, _group_of(key))
 
-    def expected_tags(self, key: bytes) -> np.ndarray | None:
-        if key.endswith(_CHUNK) and len(key) == _CHUNK_KEY_BYTES:
-            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], self._setup.blocks_per_chunk)
-        return self._vllm.tags_of_hash(key[:-4])
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        if _is_chunk(key):
+            tokens = self._setup.blocks_per_chunk * self._setup.block_size
+            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], tokens)
+        return self._vllm.tags_of_block(key)
 
     def describe_key(self, key: bytes) -> str:
-        return self._vllm.describe_hash(key[:32])
+        return self._vllm.describe_key(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
 
     def keys_of_event(self, event: Any) -> Iterable[bytes]:
         return [key + _CHUNK for key in keys_of_hashes(event)]
@@ -521,31 +558,42 @@ class OffloadingTier:
 
 _CHUNK = b"chunk"
 """What ends the key of a chunk, so that it isn't the key of the GPU block with the same hash."""
-_CHUNK_KEY_BYTES = 32 + 4 + len(_CHUNK)
+_CHUNK_KEY_BYTES = HASH_BYTES + 4 + len(_CHUNK)
 
 
-def _attribute(owner: Any, *names: Any) -> Any:
-    """Return the first attribute that the release has: blocks of the CPU tier are called chunks from 0.30 on. A last
-    argument that is no name is the default."""
-    for name in names:
-        if not isinstance(name, str):
-            return name
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    raise AttributeError(f"{type(owner).__name__} has none of {names}")
+def _is_chunk(key: bytes) -> bool:
+    return len(key) == _CHUNK_KEY_BYTES and key.endswith(_CHUNK)
 
 
-def _chunk_id(status: Any) -> int:
-    return int(_attribute(status, "chunk_id", "block_id"))
+def _group_of(key: bytes) -> int:
+    return group_of(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
 
 
 def _handlers(worker_connector: Any) -> list[Any]:
     """Return the transfer handlers of a worker, that of stores first."""
     spec = worker_connector.connector_worker.spec
-    owner = _attribute(spec, "_worker", "_handlers")
+    owner = getattr(spec, "_worker", None) or spec._handlers
     if hasattr(owner, "gpu_to_cpu_handler"):  # up to 0.24
         return [owner.gpu_to_cpu_handler, owner.cpu_to_gpu_handler]
-    return [owner._store_handler, owner._load_handler]
+    handlers = [owner._store_handler, owner._load_handler]
+    return [*handlers, owner._expedited_load_handler] if hasattr(owner, "_expedited_load_handler") else handlers
+
+
+def _label_copies(device: SimulatedDevice, handler: Any) -> None:
+    """Let the copies of a handler bear the number of their job.
+
+    Up to 0.20 workers number jobs by themselves: a step's loads, then its stores, as the metadata names them.
+    """
+    transfer = handler.transfer_async
+
+    def transfer_async(job_id: int, *specs: Any) -> Any:
+        device.label = job_id
+        try:
+            return transfer(job_id, *specs)
+        finally:
+            device.label = None
+
+    handler.transfer_async = transfer_async
 
 
 def _cpu_tensors(worker_connector: Any) -> list[np.ndarray]:

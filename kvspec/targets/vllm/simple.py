@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,12 @@ import numpy as np
 
 from kvspec.device.adversary import Adversary
 from kvspec.device.cuda_names import OneItemQueue, ThreadActor, batch_memcpy, installed
+from kvspec.errors import SetupRefused
 from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe
-from kvspec.targets.vllm.config import LAYERS, block_bytes
-from kvspec.targets.vllm.engine import VllmEngine
+from kvspec.targets.vllm.config import LAYERS, block_bytes, refusal
+from kvspec.targets.vllm.engine import VllmEngine, group_of
 from kvspec.targets.vllm.observe import (
     ObservedEngine,
     Transfers,
@@ -33,9 +35,9 @@ CONNECTOR = "SimpleCPUOffloadConnector"
 
 def connector_config(setup: EngineSetup) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` that gives every rank ``setup.cpu_blocks`` CPU blocks."""
-    per_rank = setup.cpu_blocks * block_bytes(setup.block_size)
+    per_rank = setup.cpu_blocks * block_bytes(setup)
     return {
-        "cpu_bytes_to_use": per_rank * setup.ranks,
+        "cpu_bytes_to_use": per_rank * setup.world_size,
         "cpu_bytes_to_use_per_rank": per_rank,
         "lazy_offload": setup.lazy,
     }
@@ -80,7 +82,22 @@ class SimpleOffloadTarget:
     def activated(self) -> AbstractContextManager[Any]:
         return installed(stand_ins())
 
+    def refusal(self, setup: EngineSetup) -> str | None:
+        """Source: vLLM, v1/simple_kv_offload/manager.py, SimpleCPUOffloadScheduler.__init__, which asserts it."""
+        from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+        if (
+            setup.context_ranks > 1
+            and "cp_world_size" not in signature(Manager._estimate_lazy_target_blocks).parameters
+        ):
+            return "up to 0.23 SimpleCPUOffload has no context parallelism"
+        if not any(group.kind == "full" for group in setup.groups):
+            return "SimpleCPUOffload needs a full-attention group"
+        return refusal(setup)
+
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
+        if reason := self.refusal(setup):
+            raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
         return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, SimpleOffloadTier)
 
 
@@ -103,7 +120,7 @@ class SimpleOffloadTier:
 
     def planned(self, output: Any, metadata: Any) -> Transfers:
         if metadata.store_event >= 0:
-            self._stores_due[metadata.store_event] = self._vllm.setup.ranks
+            self._stores_due[metadata.store_event] = self._vllm.setup.world_size
             self._store_blocks[metadata.store_event] = (metadata.store_gpu_blocks, metadata.store_cpu_blocks)
         trace = f"{list(vars(metadata).values())}"
         return Transfers(len(metadata.store_gpu_blocks), len(metadata.load_gpu_blocks), trace)
@@ -158,14 +175,16 @@ class SimpleOffloadTier:
     def index(self) -> Mapping[bytes, int]:
         return index_of_pool(self._pool)
 
-    def expected_tags(self, key: bytes) -> np.ndarray | None:
-        return self._vllm.tags_of_hash(key[:-4])
+    def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
+        tags = self._vllm.tags_of_block(key)
+        return None if tags is None else self._vllm.ranks[rank].memory.kept(tags, group_of(key))
 
-    def tags(self, rank: int, block: int) -> np.ndarray:
-        return np.stack([view[block] for view in self._views[rank]]) ^ self._vllm.ranks[rank].memory.masks
+    def tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
+        words = np.stack([view[block] for view in self._views[rank]])
+        return self._vllm.ranks[rank].memory.read_block(words, group_of(key))
 
     def describe_key(self, key: bytes) -> str:
-        return self._vllm.describe_hash(key[:-4])
+        return self._vllm.describe_key(key)
 
     def keys_of_event(self, event: Any) -> Iterable[bytes]:
         return keys_of_hashes(event)
@@ -175,7 +194,7 @@ class SimpleOffloadTier:
 
 
 def _view_memory(worker_connector: Any) -> list[np.ndarray]:
-    """Return each layer's CPU blocks, shape (blocks, block_size), uint64, in the worker's own memory."""
+    """Return each region's CPU blocks, shape (blocks, words of a block), uint64, in the worker's own memory."""
     caches = worker_connector.worker_handler.cpu_kv_caches
     assert len(caches) == LAYERS
     return [tensor.numpy().view(np.uint64) for tensor in caches.values()]
