@@ -125,7 +125,7 @@ def hand_over(
     return {
         "loaded": max(prefill.hits),
         "found": max(decode.hits),
-        "prompt": (stored + computed) * chunk,
+        "prompt": tokens // chunk * chunk,
         "broken in prefill": sorted(broken),
         "broken in decode": sorted({violation.law for violation in decode.world.finish().violations}),
     }
