@@ -321,7 +321,7 @@ def test_one_clause_comes_with_its_switches_and_nothing_else(page: Page) -> None
 def test_an_id_that_is_not_there_is_answered_with_the_nearest(page: Page) -> None:
     with pytest.raises(KvspecError, match=r"no clause or law 'POOL-77'; there are POOL-1?\d"):
         page.only("pool-77")
-    with pytest.raises(KvspecError, match="there are ALLOC-1, "):
+    with pytest.raises(KvspecError, match="there are ADMIT-1, "):
         page.only("%")
 
 

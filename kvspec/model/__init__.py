@@ -2,8 +2,9 @@
 
 To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
 ``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``states`` (which states a request holds),
-``cache`` (what a request finds, takes and gives back), ``profile`` (what differs between releases). Each rule is a
-*clause* with an id; ``clauses.CLAUSES`` has them all.
+``cache`` (what a request finds, takes and gives back), ``tiers`` (what the CPU holds), ``offload`` (what is stored
+there, and loaded), ``profile`` (what differs between releases). Each rule is a *clause* with an id;
+``clauses.CLAUSES`` has them all.
 
 It is pure Python and can be used as a fake of vLLM's ``KVCacheManager`` in unit tests of a scheduler or a connector:
 
@@ -36,9 +37,11 @@ from kvspec.model.cache import CacheManager, DeferredFrees, Hit, Request
 from kvspec.model.clauses import CLAUSES, Clause, ClauseBroken, agree
 from kvspec.model.groups import Group, Kind
 from kvspec.model.keys import BlockHash, Content, Image, Key, Text
+from kvspec.model.offload import Offloader, OffloadRequest
 from kvspec.model.pool import NULL, BlockPool, Cleared, Removed, Stored
 from kvspec.model.profile import KNOWN_ISSUES, RELEASES, SWITCHES, Profile, profile_for
 from kvspec.model.scaling import ContextParallel, Slot, Unsupported
+from kvspec.model.tiers import Tier
 
 __all__ = [
     "CLAUSES",
@@ -60,12 +63,15 @@ __all__ = [
     "Image",
     "Key",
     "Kind",
+    "OffloadRequest",
+    "Offloader",
     "Profile",
     "Removed",
     "Request",
     "Slot",
     "Stored",
     "Text",
+    "Tier",
     "Unsupported",
     "agree",
     "profile_for",

@@ -16,8 +16,8 @@ from kvspec.model.profile import Profile, known_issues
 from kvspec.ops import HISTORY_FORMAT
 
 
-class _Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
-    pass
+class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
+    """A step of a history."""
 
 
 class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="pool"):
@@ -35,13 +35,13 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
 
-class Allocate(_Op, frozen=True, tag="allocate"):
+class Allocate(CoarseOp, frozen=True, tag="allocate"):
     """Take ``count`` new blocks."""
 
     count: int = 1
 
 
-class Touch(_Op, frozen=True, tag="touch"):
+class Touch(CoarseOp, frozen=True, tag="touch"):
     """Add a reference to ``count`` of the blocks that can be found, or (``held``) that are held; the null
     block may be among them.
     """
@@ -52,7 +52,7 @@ class Touch(_Op, frozen=True, tag="touch"):
     null: int = 0
 
 
-class Free(_Op, frozen=True, tag="free"):
+class Free(CoarseOp, frozen=True, tag="free"):
     """Release ``count`` of the references that are held, from the ``pick``-th on; ``step`` apart in their
     list.
     """
@@ -64,7 +64,7 @@ class Free(_Op, frozen=True, tag="free"):
     null: int = 0
 
 
-class Register(_Op, frozen=True, tag="register"):
+class Register(CoarseOp, frozen=True, tag="register"):
     """Register ``count`` held blocks from the ``pick``-th on as the blocks ``first`` onwards of a text."""
 
     text: int = 0
@@ -78,7 +78,7 @@ class Register(_Op, frozen=True, tag="register"):
     """Bits: these blocks of the range are not wanted; no mask at all if 0 or negative."""
 
 
-class RegisterTail(_Op, frozen=True, tag="register-tail"):
+class RegisterTail(CoarseOp, frozen=True, tag="register-tail"):
     """Register a held block for a prefix of ``units`` hash blocks that ends inside it."""
 
     text: int = 0
@@ -89,7 +89,7 @@ class RegisterTail(_Op, frozen=True, tag="register-tail"):
     """The null block instead."""
 
 
-class Find(_Op, frozen=True, tag="find"):
+class Find(CoarseOp, frozen=True, tag="find"):
     """Look a block of a text up, or (``known``) one that can be found, in group 0 or 1, or in both."""
 
     text: int = 0
@@ -98,28 +98,28 @@ class Find(_Op, frozen=True, tag="find"):
     known: int = 0
 
 
-class MoveHashes(_Op, frozen=True, tag="move-hashes"):
+class MoveHashes(CoarseOp, frozen=True, tag="move-hashes"):
     """Move the hashes of a held block to another one that has none."""
 
     pick: int = 0
     to: int = 0
 
 
-class Evict(_Op, frozen=True, tag="evict"):
+class Evict(CoarseOp, frozen=True, tag="evict"):
     """Evict ``count`` blocks from an id on; ids that the pool hasn't got are possible."""
 
     first: int = 0
     count: int = 1
 
 
-class Unpin(_Op, frozen=True, tag="unpin"):
+class Unpin(CoarseOp, frozen=True, tag="unpin"):
     """Release ``count`` of the references that are held, and go on reading."""
 
     pick: int = 0
     count: int = 1
 
 
-class TellHit(_Op, frozen=True, tag="tell-hit"):
+class TellHit(CoarseOp, frozen=True, tag="tell-hit"):
     """Record the event that the first ``count`` blocks of a text were hit."""
 
     text: int = 0
@@ -127,13 +127,13 @@ class TellHit(_Op, frozen=True, tag="tell-hit"):
     count: int = 1
 
 
-class Reset(_Op, frozen=True, tag="reset"):
+class Reset(CoarseOp, frozen=True, tag="reset"):
     """Reset the prefix cache; first (``empty``) release all that is held, so that it isn't refused."""
 
     empty: int = 0
 
 
-class TakeEvents(_Op, frozen=True, tag="take-events"):
+class TakeEvents(CoarseOp, frozen=True, tag="take-events"):
     """Take the recorded events."""
 
 
@@ -145,7 +145,7 @@ TEXTS = 8
 _PICK = (0, 30)
 _BIT = (0, 1)
 
-RANGES: dict[type[_Op], dict[str, tuple[int, int]]] = {
+RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
     Allocate: {"count": (0, 5)},
     Touch: {"pick": _PICK, "count": (1, 3), "held": _BIT, "null": _BIT},
     Free: {"pick": _PICK, "count": (1, 5), "step": (1, 3), "at_head": _BIT, "null": _BIT},
@@ -170,7 +170,7 @@ RANGES: dict[type[_Op], dict[str, tuple[int, int]]] = {
 """Op -> field -> (smallest, largest) number worth drawing."""
 
 
-WEIGHTS: dict[type[_Op], int] = {
+WEIGHTS: dict[type[CoarseOp], int] = {
     Allocate: 20,
     Touch: 8,
     Free: 20,
@@ -208,7 +208,7 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
 
-class Arrive(_Op, frozen=True, tag="arrive"):
+class Arrive(CoarseOp, frozen=True, tag="arrive"):
     """A request arrives: ``shared`` times 4 tokens of the trunk, then ``tail`` of branch ``branch``. ``content``
     picks salt, adapter, images.
     """
@@ -220,7 +220,7 @@ class Arrive(_Op, frozen=True, tag="arrive"):
     reads_cache: int = 1
 
 
-class Schedule(_Op, frozen=True, tag="schedule"):
+class Schedule(CoarseOp, frozen=True, tag="schedule"):
     """Schedule a request for up to ``tokens`` tokens, and ``drafts`` if that is all of it."""
 
     pick: int = 0
@@ -238,7 +238,7 @@ class Schedule(_Op, frozen=True, tag="schedule"):
     """So many of its computed tokens are still in flight."""
 
 
-class Output(_Op, frozen=True, tag="output"):
+class Output(CoarseOp, frozen=True, tag="output"):
     """A request says ``tokens`` more tokens, and ``rejected`` drafts are taken back."""
 
     pick: int = 0
@@ -246,24 +246,24 @@ class Output(_Op, frozen=True, tag="output"):
     rejected: int = 0
 
 
-class Preempt(_Op, frozen=True, tag="preempt"):
+class Preempt(CoarseOp, frozen=True, tag="preempt"):
     """Preempt a request."""
 
     pick: int = 0
 
 
-class Finish(_Op, frozen=True, tag="finish"):
+class Finish(CoarseOp, frozen=True, tag="finish"):
     """A request ends; its last step is still in flight (``deferred``) or not."""
 
     pick: int = 0
     deferred: int = 0
 
 
-class StepProcessed(_Op, frozen=True, tag="step-processed"):
+class StepProcessed(CoarseOp, frozen=True, tag="step-processed"):
     """The output of the oldest step in flight is processed."""
 
 
-class NewStep(_Op, frozen=True, tag="new-step"):
+class NewStep(CoarseOp, frozen=True, tag="new-step"):
     """A new step begins."""
 
 

@@ -55,6 +55,32 @@ class CpScaling(Enum):
     DECODE_SHARDED = "decode size, the groups that say that they are sharded"
 
 
+class TierRecency(Enum):
+    """When a chunk of the CPU tier gets its place in the order of eviction (LRU)."""
+
+    USE = "when it is stored, and whenever it is touched"
+    RELEASE = "when its store or its last load ends, and when it is touched while idle"
+    REQUEST = "when it is stored, and at the end of each request that has used it"
+    POSITION = "when a request first uses the tier, its text's end first, and at the end of each request"
+
+
+class WindowWait(Enum):
+    """Which chunks that are being stored make the lookup of a window wait."""
+
+    BREAKS = "any that is looked up; it ends a run, too"
+    ANYWHERE = "any that is looked up"
+    IN_RUN = "those of the run that is found"
+
+
+class StoreMask(Enum):
+    """Which chunks of a window are worth storing, where full attention's are longer."""
+
+    ALL = "all"
+    SEGMENT = "those within a window before the end of a chunk of full attention"
+    PARTIAL_SEGMENT = "those, and the last ones of the chunk of full attention that isn't full yet"
+    REGISTRATION = "those that the GPU's prefix cache would register, and those at the end of the prompt or text"
+
+
 class Switch(NamedTuple):
     """One thing that changed on purpose."""
 
@@ -72,6 +98,9 @@ class Switch(NamedTuple):
         """Return (last release before, first release with, new value) of each change."""
         firsts = list(self.since)[1:]
         return [(RELEASES[RELEASES.index(first) - 1], first, self.since[first]) for first in firsts]
+
+
+_OFFLOAD = "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, "
 
 
 def _switch(sentence: str, source: str, since: dict[str, Any]) -> dict[str, Any]:
@@ -319,6 +348,122 @@ class Profile:
         )
     )
 
+    tier_recency: TierRecency = field(
+        metadata=_switch(
+            "When a chunk of the CPU tier gets its place in the order of eviction.",
+            "v1/kv_offload/cpu/policies/lru.py, LRUCachePolicy",
+            {
+                "0.20.2": TierRecency.USE,
+                "0.24.0": TierRecency.RELEASE,
+                "0.31.0": TierRecency.REQUEST,
+                "0.33.0": TierRecency.POSITION,
+            },
+        )
+    )
+    tier_counts_requests: bool = field(
+        metadata=_switch(
+            "The CPU tier counts uses by request and not by call.",
+            "v1/kv_offload/cpu/manager.py, CPUOffloadingManager.on_request_finished",
+            {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    tier_tells_failed_stores: bool = field(
+        metadata=_switch(
+            "The CPU tier tells of chunks whose store has failed.",
+            "v1/kv_offload/cpu/manager.py, CPUOffloadingManager.complete_store",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    offload_reset: bool = field(
+        metadata=_switch(
+            "OffloadingConnector's cache can be reset.",
+            _OFFLOAD + "reset_cache",
+            {"0.20.2": False, "0.22.1": True},
+        )
+    )
+    jobs_by_number: bool = field(
+        metadata=_switch(
+            "OffloadingConnector numbers its transfers; workers report each, and stores outlive their request.",
+            _OFFLOAD + "_generate_job_id",
+            {"0.20.2": False, "0.21.0": True},
+        )
+    )
+    offload_policies: bool = field(
+        metadata=_switch(
+            "OffloadingConnector is told of requests when they arrive, and its tier says whether all of one is stored.",
+            _OFFLOAD + "on_new_request",
+            {"0.20.2": False, "0.23.0": True},
+        )
+    )
+    fences_whole_table: bool = field(
+        metadata=_switch(
+            "All blocks of a request that begins to load count as given away, not only those that it loads into.",
+            _OFFLOAD + "update_state_after_alloc",
+            {"0.20.2": False, "0.23.0": True},
+        )
+    )
+    flushes_when_idle: bool = field(
+        metadata=_switch(
+            "All transfers are flushed once all requests have ended.",
+            _OFFLOAD + "build_connector_meta",
+            {"0.20.2": False, "0.22.1": True, "0.24.0": False},
+        )
+    )
+    offload_keeps_stepping: bool = field(
+        metadata=_switch(
+            "OffloadingConnector keeps the engine stepping until its transfers have been reported.",
+            _OFFLOAD + "has_pending_push_work",
+            {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    waits_for_stale_jobs: bool = field(
+        metadata=_switch(
+            "It does so for transfers from before a reset, too.",
+            _OFFLOAD + "has_pending_push_work",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    stores_at_end: bool = field(
+        metadata=_switch(
+            "What a request still lacks when it ends is offered with the next step.",
+            _OFFLOAD + "_build_store_jobs",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    store_index_stays: bool = field(
+        metadata=_switch(
+            "The store index never moves back.",
+            _OFFLOAD + "RequestOffloadState.advance_stored_idx",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    offers_again_after_preemption: bool = field(
+        metadata=_switch(
+            "A request that is looked up again offers its chunks from the first on.",
+            _OFFLOAD + "get_num_new_matched_tokens",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
+    window_wait: WindowWait = field(
+        metadata=_switch(
+            "Which chunks that are being stored make the lookup of a window wait.",
+            _OFFLOAD + "_sliding_window_lookup",
+            {"0.20.2": WindowWait.BREAKS, "0.25.1": WindowWait.ANYWHERE, "0.30.0": WindowWait.IN_RUN},
+        )
+    )
+    store_mask: StoreMask = field(
+        metadata=_switch(
+            "Which chunks of a window are worth storing.",
+            _OFFLOAD + "_build_store_jobs",
+            {
+                "0.20.2": StoreMask.ALL,
+                "0.22.1": StoreMask.SEGMENT,
+                "0.27.1": StoreMask.PARTIAL_SEGMENT,
+                "0.30.0": StoreMask.REGISTRATION,
+            },
+        )
+    )
+
 
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
 
@@ -477,6 +622,102 @@ KNOWN_ISSUES = (
         "0.23.0",
         "In align mode, a step that needs fewer blocks than rejected drafts left in the row raises AssertionError.",
         "tests/bugs/core_states_over_allocated.py",
+    ),
+    KnownIssue(
+        "offload-in-flight-is-a-miss",
+        "TIER-1",
+        "0.20.2",
+        "0.21.0",
+        "A chunk whose store is in flight isn't there, instead of being there soon.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-arc-gives-up",
+        "TIER-5",
+        "0.20.2",
+        "0.30.0",
+        "ARC refuses a store when no chunk used again can go, although one used once can.",
+        "vllm#55461",
+    ),
+    KnownIssue(
+        "offload-skip-reading-ignored",
+        "LOOKUP-1",
+        "0.20.2",
+        "0.24.0",
+        "A request that may not read the prefix cache is given a hit in the CPU tier.",
+        "vllm#44592",
+    ),
+    KnownIssue(
+        "offload-readmit-with-store-in-flight",
+        "LOOKUP-1",
+        "0.21.0",
+        "0.24.0",
+        "A request is looked up while its stores are in flight; if it has a hit, its load is refused.",
+        "vllm#46014",
+    ),
+    KnownIssue(
+        "offload-group-sizes-null",
+        "STORE-11",
+        "0.21.0",
+        "0.22.1",
+        "The sizes of a store count blocks that have left the window.",
+        "vllm#42945",
+    ),
+    KnownIssue(
+        "offload-stale-window-block",
+        "STORE-5",
+        "0.21.0",
+        "0.23.0",
+        "A block that has left a window is stored as the request's after it was given to another.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-reset-keeps-jobs",
+        "STORE-14",
+        "0.22.1",
+        "0.26.0",
+        "After a reset a request still waits for jobs that won't be reported.",
+        "vllm#48102",
+    ),
+    KnownIssue(
+        "offload-abort-never-scheduled",
+        "STORE-6",
+        "0.26.0",
+        "0.27.1",
+        "What an aborted request hasn't computed is stored, or asserted to have blocks.",
+        "vllm#49118",
+    ),
+    KnownIssue(
+        "offload-last-slot-stored",
+        "STORE-6",
+        "0.26.0",
+        "0.30.0",
+        "The slot of the last token said, which is never computed, is stored.",
+        "vllm#54193",
+    ),
+    KnownIssue(
+        "offload-final-store-lost",
+        "JOB-5",
+        "0.26.0",
+        "0.27.1",
+        "A request whose earlier stores are reported as it ends is forgotten before its last chunks are offered.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-reset-then-load",
+        "FENCE-1",
+        "0.21.0",
+        "0.33.0",
+        "A reset that preempts a request which loads again in the next step makes that step fail.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-second-reset",
+        "STORE-14",
+        "0.22.1",
+        None,
+        "Resetting again before a step has flushed the jobs of the first reset is refused.",
+        "tests/bugs/offloading_second_reset.py",
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import kvspec
 from kvspec import laws, model
-from kvspec.defects import load_defects
+from kvspec.defects import Defect, load_defects
 from kvspec.errors import KvspecError
 from kvspec.known import Issue, load_known
 from kvspec.laws import Law
@@ -224,10 +224,8 @@ def collect() -> Page:
         tests=found.checks(root, "tests") if has_tests else found.Found({}, {}),
         package=found.checks(root, "kvspec"),
         defects={
-            Subject("clause" if defect.target == "vllm-core" else "law", defect.law): [
-                Planted(name, other.sentence)
-                for name, other in registry.items()
-                if (other.target == "vllm-core", other.law) == (defect.target == "vllm-core", defect.law)
+            _subject(defect): [
+                Planted(name, other.sentence) for name, other in registry.items() if _subject(other) == _subject(defect)
             ]
             for defect in registry.values()
         },
@@ -247,6 +245,11 @@ def collect() -> Page:
         switch_parts=[_switch(switch, parts, readers) for switch in SWITCHES],
         has_tests=has_tests,
     )
+
+
+def _subject(defect: Defect) -> Subject:
+    is_equality = defect.in_model or defect.target == "vllm-core"
+    return Subject("clause" if is_equality else "law", defect.law)
 
 
 def reading_order() -> list[str]:
@@ -341,11 +344,22 @@ def _said(value: Any) -> str:
 
 
 def span_of(releases: str) -> Span:
-    """Return what a clause's ``Releases:`` begins with: "all", or "0.24.0 and later"."""
-    match = re.match(r"all\b|(?P<first>[\d.]+) and later", releases)
+    """Return what a clause's ``Releases:`` begins with: "all", "0.24.0 and later", "all up to 0.30.0", "0.22.1 to
+    0.23.0" or "0.20.2 only".
+    """
+    match = re.match(
+        r"all up to (?P<last>\d[\d.]*\d)|all\b|(?P<first>[\d.]+) and later"
+        r"|(?P<begin>[\d.]+) to (?P<end>\d[\d.]*\d)|(?P<one>[\d.]+) only",
+        releases,
+    )
     if match is None:
-        raise ValueError(f"{releases!r} begins neither with 'all' nor with '0.24.0 and later'")
-    return Span(RELEASES.index(match["first"]) if match["first"] else 0, len(RELEASES) - 1)
+        raise ValueError(
+            f"{releases!r} begins neither with 'all' or 'all up to 0.30.0' nor with '0.24.0 and later', "
+            "'0.22.1 to 0.23.0' or '0.20.2 only'"
+        )
+    first = match["first"] or match["begin"] or match["one"] or RELEASES[0]
+    last = match["last"] or match["end"] or match["one"] or RELEASES[-1]
+    return Span(RELEASES.index(first), RELEASES.index(last))
 
 
 def _known(issue: KnownIssue, facts: _Facts) -> Known:

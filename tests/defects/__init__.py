@@ -6,6 +6,6 @@ draws histories knows of them.
 
 from __future__ import annotations
 
-from . import core, model, simple
+from . import core, model, offload_index, simple
 
-DEFECTS = simple.DEFECTS | core.DEFECTS | model.DEFECTS
+DEFECTS = simple.DEFECTS | core.DEFECTS | model.DEFECTS | offload_index.DEFECTS

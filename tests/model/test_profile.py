@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from kvspec.model import CLAUSES, cache, groups, keys, pool, scaling, states
+from kvspec.model import CLAUSES, cache, groups, keys, offload, pool, scaling, states, tiers
 from kvspec.model.profile import (
     KNOWN_ISSUES,
     RELEASES,
@@ -25,7 +25,7 @@ def test_every_field_of_a_profile_is_a_switch_that_says_what_it_means_and_where_
     assert [switch.name for switch in SWITCHES] == [field.name for field in fields(Profile)][1:]
     for switch in SWITCHES:
         assert switch.sentence.endswith(".")
-        assert switch.source.startswith("v1/")
+        assert switch.source.startswith(("v1/", "distributed/kv_transfer/"))
         assert next(iter(switch.since)) == RELEASES[0]
         for before, first, value in switch.changes():
             assert parse(before) < parse(first)
@@ -63,9 +63,12 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
-    modules = {module.__name__ for module in (cache, groups, keys, pool, scaling, states)}
+    modules = {module.__name__ for module in (cache, groups, keys, offload, pool, scaling, states, tiers)}
     for clause in CLAUSES.values():
         assert clause.sentence.endswith((".", ")"))
-        assert clause.source.startswith("vLLM 0.33.0, v1/")
-        assert "all" in clause.releases or "later" in clause.releases
+        release, place = clause.source.removeprefix("vLLM ").split(", ", 1)
+        assert release in RELEASES
+        assert place.startswith(("v1/", "distributed/kv_transfer/"))
+        assert any(word in clause.releases for word in ("all", "later", "only", " to "))
+        assert release == RELEASES[-1] or clause.id in ("STORE-4", "STORE-12", "TOUCH-1", "FENCE-3", "JOB-6")
         assert clause.where.rsplit(".", 2)[0] in modules or clause.where.rsplit(".", 1)[0] in modules

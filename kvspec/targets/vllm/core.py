@@ -71,7 +71,7 @@ def _modules() -> Any:
         events=kv_events,
         lora=LoRARequest,
         inputs=inputs,
-        params=SamplingParams(max_tokens=1000),
+        params=SamplingParams,
         request=request,
         sha256=sha256,
         pool=block_pool,
@@ -94,6 +94,11 @@ def _hasher(hash_tokens: int, lookahead: int) -> Callable[[Any], list[bytes]]:
     return vllm.utils.get_request_block_hasher(hash_tokens, vllm.sha256, *extra)  # type: ignore[no-any-return]
 
 
+@functools.cache
+def _sampling(max_tokens: int) -> Any:
+    return _modules().params(max_tokens=max_tokens, ignore_eos=True)
+
+
 def make_request(
     name: str,
     tokens: Sequence[int],
@@ -103,6 +108,7 @@ def make_request(
     images: Iterable[tuple[str, int, int]] = (),
     salt: str | None = None,
     lookahead: int = 0,
+    max_tokens: int = 1000,
 ) -> Any:
     """Return the target's ``Request``, with its block hashes. Images are (identifier, offset, length)."""
     vllm = _modules()
@@ -122,7 +128,7 @@ def make_request(
     return vllm.request.Request(
         request_id=name,
         prompt_token_ids=list(tokens),
-        sampling_params=vllm.params,
+        sampling_params=_sampling(max_tokens),
         pooling_params=None,
         mm_features=features or None,
         lora_request=lora,
@@ -347,7 +353,8 @@ def _spec(kind: str, block_tokens: int, reach: int, sharded: bool, caching: bool
 
 
 @functools.cache
-def _register_specs() -> None:
+def register_specs() -> None:
+    """Let the release know its own kinds of groups (from 0.24 on it is told at start-up)."""
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     _modules()
@@ -390,8 +397,8 @@ class RealCache:
     ) -> None:
         from vllm.v1.core import kv_cache_manager
 
-        _register_specs()
-        self.config = _cache_config(groups, num_blocks, caching, interval)
+        register_specs()
+        self.config = cache_config(groups, num_blocks, caching, interval)
         alignment, hash_tokens = _block_sizes(self.config, groups[0][1], caching, prefill, decode)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
@@ -556,9 +563,10 @@ def _has_partial_hits() -> bool:
     return hasattr(_modules().pool.BlockPool, "move_block_hashes")  # 0.26 and later
 
 
-def _cache_config(
+def cache_config(
     groups: Sequence[tuple[str, int, int, bool, bool]], num_blocks: int, caching: bool, interval: int | None
 ) -> Any:
+    """Return a ``KVCacheConfig`` for groups (kind, block tokens, reach, draft layers, sharded), with a layer each."""
     from vllm.v1 import kv_cache_interface as interface
 
     config = interface.KVCacheConfig(
@@ -626,7 +634,7 @@ def lazy_target_blocks(
     estimate = SimpleCPUOffloadScheduler._estimate_lazy_target_blocks
     ranks = decode if _has_partial_hits() else prefill * decode
     extra = (ranks,) if "cp_world_size" in _parameters(estimate) else ()
-    return int(estimate(_cache_config(groups, 10, False, None), step_tokens, *extra))
+    return int(estimate(cache_config(groups, 10, False, None), step_tokens, *extra))
 
 
 def tokens_on_rank(tokens: int, rank: int, ranks: int, interleave: int) -> int:
