@@ -41,6 +41,9 @@ OFFLOADING_EVENTS = {
 """What only OffloadingConnector does, or tells of."""
 
 EVENTS = OFFLOADING_EVENTS | {
+    "context parallelism": "the engine's ranks shared blocks or prompts",
+    "several groups": "the engine had several attention groups",
+    "unequal groups": "the engine's attention groups had blocks of unequal sizes",
     "store": "blocks were stored in the CPU tier",
     "load": "a load from the CPU tier was started",
     "load finished": "a load ended and its request went on",
@@ -147,8 +150,17 @@ class World:
             context.enter_context(target.activated())
             self._engine: Engine = target.start(setup, self._adversary, self)
             self._context = context.pop_all()
+        self._reach_kind(setup)
         self.longest_request = self._engine.longest_request
         """Tokens, prompt and output, of the longest request that the engine can run; longer ones aren't added."""
+
+    def _reach_kind(self, setup: EngineSetup) -> None:
+        if setup.context_ranks > 1:
+            self._reach("context parallelism")
+        if len(setup.groups) > 1:
+            self._reach("several groups")
+        if len(set(setup.block_sizes)) > 1:
+            self._reach("unequal groups")
 
     # Ops --------------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class SimpleOffloadMachine(OffloadMachine):
     setups = setups(SETUPS)
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
+            "several groups",
+            "unequal groups",
             "store",
             "load",
             "load finished",
