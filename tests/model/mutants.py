@@ -123,23 +123,24 @@ def _mutable(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     yield from walk(tree, "")
 
 
-def mutants(source: str) -> Iterator[Mutant]:
-    """Yield every mutant of a module's source."""
+def mutants(source: str, start: int = 0, every: int = 1) -> Iterator[Mutant]:
+    """Yield every Nth mutant of a module's source."""
     tree = ast.parse(source)
-    for place, (function, node) in enumerate(_mutable(tree)):
-        for name, _ in _changes(node):
-            changed = copy.deepcopy(tree)
-            target = next(n for i, (_, n) in enumerate(_mutable(changed)) if i == place)
-            after = dict(_changes(target))[name](target)
-            before = ast.unparse(target)
-            _replace(changed, target, after)
-            yield Mutant(
-                getattr(node, "lineno", 0),
-                function,
-                before.splitlines()[0],
-                f"{name}: {ast.unparse(after).splitlines()[0]}",
-                ast.fix_missing_locations(changed),
-            )
+    places = [(function, node, name) for function, node in _mutable(tree) for name, _ in _changes(node)]
+    for function, node, name in places[start::every]:
+        copies: dict[int, Any] = {}
+        changed = copy.deepcopy(tree, copies)
+        target = copies[id(node)]
+        after = dict(_changes(target))[name](target)
+        before = ast.unparse(target)
+        _replace(changed, target, after)
+        yield Mutant(
+            getattr(node, "lineno", 0),
+            function,
+            before.splitlines()[0],
+            f"{name}: {ast.unparse(after).splitlines()[0]}",
+            ast.fix_missing_locations(changed),
+        )
 
 
 def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
@@ -209,7 +210,7 @@ def main() -> int:
         equality.run(level, 500, 0)
     source = inspect.getsource(importlib.import_module("vllm.v1.core.block_pool"))
     start, total, dead = time.monotonic(), 0, 0
-    for mutant in list(mutants(source))[arguments.start :: arguments.every]:
+    for mutant in mutants(source, arguments.start, arguments.every):
         why = killed(mutant, arguments.ops, arguments.timeout)
         total, dead = total + 1, dead + bool(why)
         if not why:
