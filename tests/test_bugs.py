@@ -40,7 +40,7 @@ CASES = [
     Case("offloading_last_slot.json", "INDEX-1", "0.26.0", "0.30.0", 1, "54193, 54288"),
     Case("offloading_abort_before_schedule.json", "CRASH-1", "0.26.0", "0.28.0", 2, "49118, 49285, 49889"),
     Case("offloading_reset_keeps_jobs.json", "CRASH-1", "0.24.0", "0.26.0", 3, "48102"),
-    Case("offloading_reset_and_reload.json", "CRASH-1", "0.32.0", "0.33.0", 3, "none; fixed in 0.33"),
+    Case("offloading_reset_and_reload.json", "CRASH-1", "0.30.0", "0.33.0", 3, "none; fixed in 0.33"),
 ]
 
 

@@ -3,7 +3,9 @@ leaves behind."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from kvspec.device.simulated import DeviceFault, SimulatedDevice
 from kvspec.laws import LAWS
 from kvspec.ops import Add, EngineSetup, Op, Reset, Settle, Step
 from kvspec.targets import Target, load_target
-from kvspec.world import Outcome, World
+from kvspec.world import EVENTS, Outcome, World
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
 HISTORIES = 300
+CLEAN_HISTORIES = 60
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +210,19 @@ def test_the_defect_breaks_its_law(defect: Any, offloading: Target, monkeypatch:
 
 
 def test_the_clean_target_breaks_no_law(offloading: Target) -> None:
-    catch = hunt(offloading, number=1, histories=150, but_known=True)
+    catch = hunt(offloading, number=1, histories=CLEAN_HISTORIES, but_known=True)
     assert not catch.violations
-    assert catch.histories == 150
+    assert catch.histories == CLEAN_HISTORIES
+
+
+def test_the_target_tells_only_of_events_that_are_listed() -> None:
+    from kvspec.targets.vllm import observe, offloading
+
+    text = inspect.getsource(offloading) + inspect.getsource(observe)
+    told = set(re.findall(r'saw\("([^"]+)"\)', text))
+    assert len(told) > 5
+    assert told <= EVENTS.keys()
+    assert {"LRU eviction", "ARC eviction"} <= EVENTS.keys()
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
