@@ -111,7 +111,7 @@ def _entry(name: str, number: int, entry: Any) -> Issue:
 
 
 def _of_the_model() -> list[Issue]:
-    """Return the known issues of the model. A difference names in its place the one that causes it."""
+    """Return the known issues of ``vllm-core``. A difference names in its place the one that causes it."""
     return [
         Issue(
             id=issue.id,
@@ -123,4 +123,5 @@ def _of_the_model() -> list[Issue]:
             releases=f">={issue.bad}" + (f",<{issue.fixed}" if issue.fixed else ""),
         )
         for issue in KNOWN_ISSUES
+        if issue.id.startswith("core-")
     ]

@@ -318,8 +318,8 @@ def _own_suite(name: str) -> Suite:
 
 
 def _equality_suite(name: str) -> Suite:
-    from strategies.core import EVENTS
-    from strategies.equality import machine_of, run_history
+    from kvspec.equality.world import EVENTS, run_history
+    from strategies.equality import machine_of
 
     return Suite(machine=machine_of(name), run=run_history, events=EVENTS)
 

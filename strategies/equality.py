@@ -2,107 +2,60 @@
 
 from __future__ import annotations
 
-import hashlib
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, Protocol
 
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvspec import laws
-from kvspec.laws import Violation
+from kvspec.equality.cache import CACHE_ARMS
+from kvspec.equality.pool import POOL_ARMS
+from kvspec.equality.world import CACHE_REQUIRED, POOL_REQUIRED, EqualityWorld, pair_for
 from kvspec.model import ops
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.ops import CoreHistory, CoreOp
-from kvspec.model.profile import Profile, known_issues, profile_for
+from kvspec.model.profile import Profile, profile_for
+from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
-from kvspec.world import Outcome, innermost_frame
-from strategies.core import (
-    CACHE_REQUIRED,
-    POOL_REQUIRED,
-    CachePair,
-    Mix,
-    PoolPair,
-    difference,
-    draw_mix,
-    draw_ops,
-    draw_setup,
-    pair_for,
-)
+from kvspec.world import Outcome
 from strategies.traffic import SEEDS
 
 BURST_OPS = 20
 """Ops of one rule."""
 
 
-class EqualityWorld:
-    """One block pool or KV cache manager, real and modelled, from its start to the first difference."""
-
-    def __init__(self, name: str, setup: ops.PoolSetup | ops.CacheSetup) -> None:
-        self.alive = True
-        self._name = name
-        self._setup = setup
-        self._ops: list[CoreOp] = []
-        self._outcome = Outcome()
-        self._trace = hashlib.blake2b(digest_size=16)
-        self._pair: PoolPair | CachePair | None = None
-        self._guard("start", self._start)
-
-    def _start(self) -> None:
-        self._pair = pair_for(CoreHistory(self._name, self._setup, ()))
-
-    def apply(self, op: CoreOp) -> None:
-        """Apply an op to both sides and compare. Does nothing after the first difference."""
-        if not self.alive or self._pair is None:
-            return
-        self._ops.append(op)
-        self._outcome.steps += 1
-        pair: Any = self._pair
-        self._guard(str(op.__struct_config__.tag), lambda: pair.apply(op))
-        self._trace.update(repr(pair.state()).encode())
-
-    def finish(self) -> Outcome:
-        """Return what was seen."""
-        if self._pair is not None:
-            self._outcome.reached = +self._pair.reached
-        self._outcome.trace = self._trace.hexdigest()
-        return self._outcome
-
-    def history(self) -> CoreHistory:
-        """Return what has happened, as data."""
-        return CoreHistory(self._name, self._setup, tuple(self._ops))
-
-    def _guard(self, kind: str, run: Any) -> None:
-        try:
-            run()
-        except ClauseBroken as broken:
-            self._end(broken.clause.id, broken.difference(), kind, self._cause())
-        except Exception as error:
-            frame = innermost_frame(error, target.own_files())
-            if frame is None:
-                raise
-            self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, frame)
-
-    def _cause(self) -> str:
-        """Return the known issue without which there is no difference, or nothing if there is one anyway."""
-        if self._setup.avoids_known:
-            return ""
-        issues = sorted(known_issues(profile_for(target.release()).release))
-        for count in range(1, len(issues) + 1):
-            if difference(self.history(), frozenset(issues[:count])) is None:
-                return issues[count - 1]
-        return ""
-
-    def _end(self, law: str, message: str, kind: str, place: str) -> None:
-        self.alive = False
-        self._outcome.violations.append(Violation(law, message, kind, place, max(0, len(self._ops) - 1)))
+Mix = tuple[list[type[Any]], list[int]]
+"""Kinds of ops, and how often each occurs."""
 
 
-def run_history(history: CoreHistory) -> Outcome:
-    """Let a recorded history happen again, up to its first difference."""
-    world = EqualityWorld(history.target, history.setup)
-    for op in history.ops:
-        world.apply(op)
-    return world.finish()
+def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.PoolSetup | ops.CacheSetup:
+    """Draw a setup of a level, ``pool`` or ``cache``; ``fixed`` are coarse numbers that aren't drawn."""
+    if level == "pool":
+        return ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES) | fixed)
+    return ops.cache_setup(profile, **_drawn(random, ops.CACHE_SETUP_RANGES) | fixed)
+
+
+def draw_mix(random: Random, level: str) -> Mix:
+    """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
+    arms = POOL_ARMS if level == "pool" else CACHE_ARMS
+    needed = 0 if level == "pool" else 2  # requests must arrive and be scheduled
+    weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(arms)]
+    return list(arms), weights if any(weights) else [1] * len(weights)
+
+
+def draw_ops(random: Random, mix: Mix, count: int) -> tuple[CoreOp, ...]:
+    """Draw ops."""
+    kinds, weights = mix
+    return tuple(kind(**_drawn(random, ops.RANGES[kind])) for kind in random.choices(kinds, weights, k=count))
+
+
+def _drawn(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
+    return {name: random.randint(*limits) for name, limits in ranges.items()}
 
 
 class Sink(Protocol):
@@ -153,3 +106,98 @@ def machine_of(name: str) -> type[EqualityMachine]:
     required = {event for event, when in {**POOL_REQUIRED, **CACHE_REQUIRED}.items() if when(profile)}
     values = {"target": name, "profile": profile, "REQUIRED": frozenset(required)}
     return type(EqualityMachine.__name__, (EqualityMachine,), values)
+
+
+# Many ops, without Hypothesis -----------------------------------------------------------------------------------------
+
+HISTORY_OPS = 100
+"""Ops of a history: enough to fill a pool several times."""
+
+
+FINDINGS_MAX = 20
+"""After so many differences a run stops."""
+
+
+@dataclass
+class Finding:
+    """A history that shows a difference, and the difference."""
+
+    history: CoreHistory
+    clause: str
+    """Or the exception, if the implementation raised one."""
+    message: str
+
+
+@dataclass
+class Tally:
+    """What a run has seen."""
+
+    ops: int = 0
+    seconds: float = 0.0
+    reached: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def draw(random: Random, level: str, profile: Profile, family: str | None = None) -> CoreHistory:
+    """Draw a history of a level that keeps out of the way of known issues; of the cache, with groups of one family
+    only.
+    """
+    fixed = {"avoids_known": 1} | ({} if family is None else {"family": ops.FAMILIES.index(family)})
+    setup = draw_setup(random, level, profile, **fixed)
+    return CoreHistory("vllm-core", setup, draw_ops(random, draw_mix(random, level), HISTORY_OPS))
+
+
+def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budget_s: float = float("inf")) -> Tally:
+    """Apply random histories until there were so many ops, or time is up."""
+    random, tally = Random(seed), Tally()
+    profile = profile_for(target.release())
+    target.warm_up()
+    start = time.process_time()
+    while tally.ops < ops_wanted and tally.seconds < budget_s and len(tally.findings) < FINDINGS_MAX:
+        history = draw(random, level, profile, family)
+        pair, done = None, 0
+        try:
+            pair = pair_for(history)
+            for op in history.ops:
+                done += 1
+                pair.apply(op)  # type: ignore[arg-type]
+        except ClauseBroken as broken:
+            tally.findings.append(Finding(history, broken.clause.id, str(broken)))
+        except Exception as error:  # whatever the implementation raises is a finding
+            message = "".join(traceback.format_exception(error))
+            tally.findings.append(Finding(history, type(error).__name__, message))
+        tally.ops += done
+        tally.reached += pair.reached if pair else Counter()
+        tally.seconds = time.process_time() - start
+    return tally
+
+
+def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
+    """Return the required events that a run has missed."""
+    required = POOL_REQUIRED if level == "pool" else CACHE_REQUIRED
+    return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
+
+
+def main() -> int:
+    """Apply random histories to the model and to the vLLM that is importable; tell ops and differences."""
+    parser = argparse.ArgumentParser(prog="python -m strategies.equality", description=main.__doc__)
+    parser.add_argument("--level", choices=("pool", "cache"), default="cache", help="what is compared [cache]")
+    parser.add_argument("--ops", type=int, default=20_000, help="how many [20000]")
+    parser.add_argument("--seed", type=int, default=0, help="where to start [0]")
+    arguments = parser.parse_args()
+    tally = run(arguments.level, arguments.ops, arguments.seed)
+    profile = profile_for(target.release())
+    known = {event: count for event, count in sorted(tally.reached.items()) if event.startswith("known:")}
+    print(
+        f"{arguments.level} {profile.release}: {tally.ops} ops, {tally.ops / tally.seconds:.0f} per CPU-s, "
+        f"{len(tally.findings)} differences, {known}"
+    )
+    for finding in tally.findings:
+        print(finding.message, history_to_json(finding.history).decode(), sep="\n")
+    if missed := hollow(tally, arguments.level, profile):
+        print(f"hollow: never reached {', '.join(sorted(missed))}")
+    return int(bool(tally.findings or missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvspec.equality.compare import Names, attempt
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import ClauseBroken, agree
 from kvspec.model.groups import Kind
@@ -29,7 +30,6 @@ from kvspec.model.profile import Profile, StoreMask, known_issues, profile_for
 from kvspec.model.tiers import Access, Adaptive, Answer, Placed, Recency, Tier
 from kvspec.targets.vllm import core as core_target
 from kvspec.targets.vllm import offload_index as target
-from strategies.core import Names, attempt
 
 K = TypeVar("K", bound=Hashable)
 TierKey = tuple[int, int, int]

@@ -18,7 +18,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
     {"groups": (FULL, AttentionGroup("sliding-window", reach=6))},
     {"groups": (AttentionGroup("sliding-window", reach=5), FULL)},
-    {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=6))},
+    {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))},
     {"groups": (FULL, FULL, AttentionGroup("sliding-window", reach=9))},
 )
 """Worlds of one rank, of tensor-parallel ranks, of context-parallel ones, and layers in several groups.

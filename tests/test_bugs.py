@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvspec import releases
 from kvspec.gate import prepare, replay_history
 from kvspec.ops import History, history_from_json
+from kvspec.targets import parse_target
 
 BUGS = Path(__file__).parent / "bugs"
 
@@ -36,11 +37,15 @@ CASES = [
     Case("stranded_load.json", "PROGRESS-1", "0.28.0", "0.31.0", 7, "45388, 57841"),
     Case("reset_forgets_pins.json", "REFUSE-1", "0.28.0", "0.32.0", 7, "none; fixed in 0.32"),
     Case("events_of_the_wrong_tier.json", "EVENT-1", "0.28.0", "0.30.0", 1, "54325, 39860, 46397"),
+    Case("offloading_last_slot.json", "INDEX-1", "0.26.0", "0.30.0", 1, "54193, 54288"),
+    Case("offloading_abort_before_schedule.json", "CRASH-1", "0.26.0", "0.28.0", 2, "49118, 49285, 49889"),
+    Case("offloading_reset_keeps_jobs.json", "CRASH-1", "0.24.0", "0.26.0", 3, "48102"),
+    Case("offloading_reset_and_reload.json", "CRASH-1", "0.32.0", "0.33.0", 3, "none; fixed in 0.33"),
 ]
 
 
 def laws_broken(history: History, release: str) -> set[str]:
-    prepared = prepare(f"vllm-simple@{release}")
+    prepared = prepare(f"{parse_target(history.target)[0]}@{release}")
     replayed = replay_history(prepared, replace(history, target=prepared.target))
     assert replayed.repeats
     return {key.law for key, _, _ in replayed.violations}

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvspec import releases
 from kvspec.defects import load_defects, planted
+from kvspec.equality.scaling import compare_scaling
+from kvspec.equality.world import difference
 from kvspec.history.minimise import minimise
 from kvspec.model import (
     CLAUSES,
@@ -37,6 +37,8 @@ from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import known_issues, profile_for
 from kvspec.ops import history_to_json
+from kvspec.targets.vllm import core as target
+from strategies import equality
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -48,10 +50,8 @@ def profile() -> Profile:
         sys.path.insert(0, str(releases.ensure(releases.KNOWN_GOOD[-1])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from strategies import core
-
-        core.run("pool", 1, 0)
-        return profile_for(core.target.release())
+        equality.run("pool", 1, 0)
+        return profile_for(target.release())
 
 
 # Equality -------------------------------------------------------------------------------------------------------------
@@ -59,54 +59,28 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize("level", ["pool", "cache"])
 def test_model_and_implementation_agree_on_everything_that_can_be_seen(level: str, profile: Profile) -> None:
-    from strategies import core
-
-    tally = core.run(level, 12_000, seed=7)
+    tally = equality.run(level, 12_000, seed=7)
     assert not tally.findings, tally.findings[0].message
-    assert not core.hollow(tally, level, profile)
+    assert not equality.hollow(tally, level, profile)
 
 
 def test_a_run_that_reaches_nothing_is_hollow(profile: Profile) -> None:
-    from strategies import core
-
-    assert core.hollow(core.Tally(), "pool", profile) >= {"evicted", "equal-blocks", "refused"}
-    assert core.hollow(core.Tally(), "cache", profile) >= {"hit", "preempted", "left-window"}
-
-
-@pytest.mark.parametrize("name", ["PoolMachine", "CacheMachine"])
-def test_the_machine_finds_no_difference(name: str, profile: Profile) -> None:
-    from strategies import core
-
-    machine = type(name, (getattr(core, name),), {"reached": core.Counter()})
-    run = settings(
-        database=None,
-        phases=[Phase.generate],
-        max_examples=40,
-        stateful_step_count=60,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(1)(machine), settings=run)
-    assert machine.reached["ops"] > 400
-    assert machine.reached.keys() >= {"evicted", "refused"}
+    assert equality.hollow(equality.Tally(), "pool", profile) >= {"evicted", "equal-blocks", "refused"}
+    assert equality.hollow(equality.Tally(), "cache", profile) >= {"hit", "preempted", "left-window"}
 
 
 def test_sizes_under_context_parallelism_agree(profile: Profile) -> None:
-    from strategies import core
-
-    assert core.compare_scaling(profile) > 1000
+    assert compare_scaling(profile) > 1000
 
 
 def test_a_difference_becomes_a_short_history_that_repeats(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strategies import core
-
     monkeypatch.setattr(pool.BlockPool, "touch", lambda self, blocks: None)
-    tally = core.run("cache", 20_000, seed=2)
+    tally = equality.run("cache", 20_000, seed=2)
     first = tally.findings[0]
-    short = minimise(first.history, lambda history: core.difference(history) == first.clause)  # type: ignore[arg-type]
+    short = minimise(first.history, lambda history: difference(history) == first.clause)  # type: ignore[arg-type]
     assert len(short.ops) <= 6
     again = o.core_history_from_json(history_to_json(short))
-    assert core.difference(again) == tally.findings[0].clause
+    assert difference(again) == tally.findings[0].clause
 
 
 # Known issues ---------------------------------------------------------------------------------------------------------
@@ -154,6 +128,10 @@ TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60, eagle_fallback=True),
         [arrive(5, 1), schedule(0, 4), schedule(0, 4), schedule(0, 4), arrive(4, 1), schedule(1)],
     ),
+    "core-state-registered-again": (
+        o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
+        [arrive(2, 1), schedule(0, 8), o.NewStep(), schedule(0, 1)],
+    ),
     "core-states-over-allocated": (
         o.CacheSetup((Group(Kind.MAMBA, 4, align=True, spares=2),), blocks=60),
         [
@@ -195,19 +173,15 @@ def test_every_known_issue_has_a_trigger() -> None:
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in TRIGGERS], ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
-    from strategies import core
-
     setup, steps = TRIGGERS[issue.id]
     history = o.CoreHistory("vllm-core", setup, tuple(steps))
     others = known_issues(profile.release) - {issue.id}
-    assert core.difference(history, others) == (issue.clause if issue.affects(profile.release) else None)
-    assert core.difference(history) is None
+    assert difference(history, others) == (issue.clause if issue.affects(profile.release) else None)
+    assert difference(history) is None
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in KEYS], ids=lambda issue: issue.id)
 def test_contents_are_confused_only_in_the_releases_that_are_known_for_it(issue: Any, profile: Profile) -> None:
-    from strategies.core import target
-
     first, second, block = KEYS[issue.id]
     hashes = []
     for content in (first, second):
@@ -270,12 +244,10 @@ OPS_MAX = 24_000
 
 def shown(level: str, ops_max: int, wanted: str) -> set[str]:
     """Return the clauses that break first in random histories, one for each, until the wanted one is among them."""
-    from strategies import core
-
     seen: set[str] = set()
     ops = 0
     for number in count():
-        tally = core.run(level, 1500, seed=number)
+        tally = equality.run(level, 1500, seed=number)
         ops += tally.ops
         seen.update(finding.clause for finding in tally.findings)
         assert seen <= CLAUSES.keys(), tally.findings[0].message
@@ -287,18 +259,16 @@ def shown(level: str, ops_max: int, wanted: str) -> set[str]:
 @pytest.mark.parametrize("clause", OF_THE_MODEL)
 def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some history, that is: what a defect makes wrong can show under a later clause too."""
-    from strategies import core
-
-    monkeypatch.setattr(core, "FINDINGS_MAX", 1)
+    monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
     defect = OF_THE_MODEL[clause]
     with planted(defect):
         if defect.level == "scaling":
             with pytest.raises(ClauseBroken) as broken:
-                core.compare_scaling(profile)
+                compare_scaling(profile)
             assert broken.value.clause.id == clause
         elif clause in RARE:
             setup, steps = RARE[clause]
-            seen = core.difference(o.CoreHistory("vllm-core", setup, tuple(steps)))
+            seen = difference(o.CoreHistory("vllm-core", setup, tuple(steps)))
             assert seen == (clause if NEEDS[clause](profile) else None)
         elif NEEDS.get(clause, lambda profile: True)(profile):
             assert clause in shown(defect.level, OPS_MAX, clause)
@@ -310,11 +280,9 @@ def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monke
 def test_a_defect_of_the_newest_release_breaks_the_clause_that_it_is_against(
     name: str, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strategies import core
-
     if profile.release != RELEASES[-1]:
         pytest.skip(f"planted in the code of {RELEASES[-1]}")
-    monkeypatch.setattr(core, "FINDINGS_MAX", 5)
+    monkeypatch.setattr(equality, "FINDINGS_MAX", 5)
     with planted(OF_VLLM[name]):
-        tally = core.run(OF_VLLM[name].level, 40_000, seed=3)
+        tally = equality.run(OF_VLLM[name].level, 40_000, seed=3)
     assert OF_VLLM[name].law in {finding.clause for finding in tally.findings}

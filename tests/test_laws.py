@@ -200,6 +200,26 @@ def test_a_copy_from_or_to_the_null_block_is_reported_once_whatever_its_referenc
     assert message == f"store of GPU block {gpu} into CPU block {cpu} on rank 1 touches the null block"
 
 
+@pytest.mark.parametrize("cpu_refs", [0, 1])
+def test_the_first_block_of_a_tier_without_a_null_block_is_like_any_other(cpu_refs: int) -> None:
+    freed = ["store of GPU block 3 into CPU block 0 executes on rank 1 while CPU block 0 is free"]
+    found = list(laws.copy_is_owned(3, 0, 1, cpu_refs, False, rank=1, cpu_null=None))
+    assert found == ([] if cpu_refs else freed)
+
+
+@pytest.mark.parametrize("free", [[0, 2], [2], [0, 0, 2]])
+def test_a_pool_without_a_null_block_counts_its_first_block_too(free: list[int]) -> None:
+    found = broken(PoolView("CPU", [0, 1, 0], free, len(free), -1))
+    assert bool(found) == (free != [0, 2])
+
+
+@pytest.mark.parametrize("unstarted", [0, 3])
+def test_stores_that_were_never_begun_are_told_with_their_number(unstarted: int) -> None:
+    found = list(laws.stores_were_started(unstarted))
+    assert len(found) == bool(unstarted)
+    assert all("3 planned stores" in message for message in found)
+
+
 @pytest.mark.parametrize(("gpu", "cpu"), [(-1, 5), (3, -1), (-1, -1)])
 def test_a_copy_from_or_to_memory_that_is_in_no_block_is_reported_as_that(gpu: int, cpu: int) -> None:
     (message,) = laws.copy_is_owned(gpu, cpu, 1, 1, True, rank=1)

@@ -2,10 +2,16 @@ import random
 from itertools import count
 
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine
 
+from kvspec.errors import SetupRefused
+from kvspec.events import SearchJob
+from kvspec.findings import Key
 from kvspec.history import story
 from kvspec.history.minimise import minimise, pinned
-from kvspec.ops import Abort, Add, Advance, EngineSetup, Finish, History, Op, Reset, Settle, Step
+from kvspec.ops import Abort, Add, Advance, AttentionGroup, EngineSetup, Finish, History, Op, Reset, Settle, Step
+from kvspec.search import Search, Suite
+from kvspec.world import Outcome
 
 
 def history(*ops: Op, **fields: object) -> History:
@@ -72,6 +78,29 @@ def test_the_setup_keeps_only_what_matters() -> None:
     start = history(Step(), setup=setup, adversary="pct:3", seed=77)
     shortest = minimise(start, lambda h: h.setup.ranks == 2 and bool(h.ops))
     assert shortest == history(Step(), setup=EngineSetup(ranks=2), adversary="fair", seed=0)
+
+
+def test_a_setup_is_told_with_its_ranks_and_groups() -> None:
+    groups = (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=6))
+    told = story(history(Step(), setup=EngineSetup(decode_ranks=2, interleave=4, groups=groups)))[0]
+    assert told.endswith(
+        "decode ranks 2, prefill ranks 1, interleave 4, groups full in blocks of 8 tokens + sliding-window of 6 tokens"
+    )
+
+
+def test_a_default_that_does_not_go_with_what_matters_is_left_out() -> None:
+    setup = EngineSetup(block_size=8, decode_ranks=2, interleave=8, async_scheduling=True)
+    shortest = minimise(history(Step(), setup=setup), lambda h: h.setup.interleave == 8)
+    assert shortest.setup == EngineSetup(block_size=8, interleave=8)
+
+
+def test_a_history_whose_setup_the_target_refuses_shows_nothing() -> None:
+    def refuse(history: History) -> Outcome:
+        raise SetupRefused("not this one")
+
+    job = SearchJob(job=0, target="toy", release_path=None, seed=0, budget_s=None, histories_max=1, stored=[], known=[])
+    search = Search(Suite(RuleBasedStateMachine, refuse), job, lambda event: None, lambda: False)
+    assert not search._shows(Key("toy", "LAW-1", "step", ""), history(Step()))
 
 
 def test_an_adversary_that_matters_stays_with_its_seed() -> None:

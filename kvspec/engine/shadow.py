@@ -137,8 +137,7 @@ class Reads(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True)
-class Accesses:
+class Accesses(NamedTuple):
     """What a step's forward does to the layers of one group on the ranks of one shard.
 
     Slots index (block, offset) as block * block_tokens + offset. ``write_*`` have one entry per scheduled token that
@@ -169,6 +168,7 @@ class _Gather:
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
         self._shard = shard
+        self._all = layout.shards == 1 and not layout.reach
         self._write_slots: list[np.ndarray] = []
         self._write_tags: list[np.ndarray] = []
         self._read_slots: list[np.ndarray] = []
@@ -177,6 +177,9 @@ class _Gather:
 
     def add(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
         """Add a row. ``slots``: of all that the shard keeps in the row's table; ``tags``: of positions 0 to stop."""
+        if self._all:  # The shortcut of the rule below.
+            self._take(slots[start:stop], tags[start:], slots[:stop], tags, 0)
+            return
         layout, shard = self._layout, self._shard
         first = layout.count(layout.first_read(start), shard)
         begin, end = layout.count(start, shard), layout.count(stop, shard)
@@ -185,11 +188,21 @@ class _Gather:
         if layout.reach:  # The null block stands for what has left the window; nothing is ever kept in it.
             real = write_slots >= layout.block_tokens
             write_slots, write_tags = write_slots[real], write_tags[real]
+        self._take(write_slots, write_tags, slots[first:end], own, first)
+
+    def _take(
+        self,
+        write_slots: np.ndarray,
+        write_tags: np.ndarray,
+        read_slots: np.ndarray,
+        read_tags: np.ndarray,
+        first: int,
+    ) -> None:
         self._write_slots.append(write_slots)
         self._write_tags.append(write_tags)
-        self._read_slots.append(slots[first:end])
-        self._read_tags.append(own)
-        self._reads.append(Reads(first, end - first))
+        self._read_slots.append(read_slots)
+        self._read_tags.append(read_tags)
+        self._reads.append(Reads(first, len(read_slots)))
 
     def done(self) -> Accesses:
         return Accesses(

@@ -609,6 +609,14 @@ KNOWN_ISSUES = (
         "vllm#43559",
     ),
     KnownIssue(
+        "core-state-registered-again",
+        "REG-6",
+        "0.32.0",
+        "0.33.0",
+        "A state that is registered already is registered again when its prompt goes on: no hit in that step.",
+        "tests/test_core_machine.py",
+    ),
+    KnownIssue(
         "core-states-over-allocated",
         "STATE-2",
         "0.20.2",

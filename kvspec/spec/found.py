@@ -150,23 +150,24 @@ class _Source:
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def checks(root: Path, folder: str) -> Found:
-    """Return which functions in the Python files under ``root / folder`` check what.
+def checks(root: Path, *folders: str) -> Found:
+    """Return which functions in the Python files under some folders of ``root`` check what.
 
     In ``tests`` that are test functions: one that is parametrised by a table is named with the table's key,
     ``test_x[POOL-2]``, and helpers stand for the tests that use them.
     """
     places: dict[Subject, list[Place]] = defaultdict(list)
     switches: dict[Subject, set[str]] = defaultdict(set)
-    for path in sorted((root / folder).rglob("*.py")):
+    is_tests = folders == ("tests",)
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        reader = _Reader(tree, calls=folder == "tests")
+        reader = _Reader(tree, calls=is_tests)
         uses = {name: _Use.of(node) for name, node in _definitions(tree)} if reader.names_something else {}
         for name, use in uses.items():
             for node, guards in guarded(use.node, exits=True):
                 for subject in reader.named_by(node):
                     switches[subject] |= guards
-                    functions = _tests(name, subject.id, uses) if folder == "tests" else [name]
+                    functions = _tests(name, subject.id, uses) if is_tests else [name]
                     places[subject] += [Place(path.relative_to(root).as_posix(), function) for function in functions]
     return Found({subject: _unique(found) for subject, found in places.items()}, switches)
 

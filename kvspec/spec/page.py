@@ -220,7 +220,7 @@ def collect() -> Page:
     registry = load_defects(root / "tests" / "defects") if has_tests else {}
     facts = _Facts(
         in_model=found.switches_of_clauses(Path(model.__file__).parent),
-        machines=found.checks(machines.parent, machines.name),
+        machines=found.checks(machines.parent, machines.name, "kvspec/equality"),
         tests=found.checks(root, "tests") if has_tests else found.Found({}, {}),
         package=found.checks(root, "kvspec"),
         defects={
@@ -235,7 +235,8 @@ def collect() -> Page:
     )
     chapters = [_chapter(name, facts) for name in reading_order()]
     parts = [part for chapter in chapters for part in chapter.clauses]
-    readers = [found.readers(root, "kvspec/model"), found.readers(machines.parent, machines.name)]
+    folders = (root, "kvspec/model"), (root, "kvspec/equality"), (machines.parent, machines.name)
+    readers = [found.readers(*folder) for folder in folders]
     return Page(
         lead=paragraphs(inspect.getdoc(model) or "")[0].text,
         chapters=[chapter for chapter in chapters if chapter.clauses],

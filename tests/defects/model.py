@@ -21,10 +21,11 @@ def changed(owner: Any, name: str, wrap: Wrap) -> Callable[[Patch], None]:
     """Return a defect: a function of the model, wherever it is used, behaves differently."""
 
     def plant(patch: Patch) -> None:
-        from strategies import core
+        from kvspec.equality import cache as pair
+        from kvspec.equality import scaling as sizes
 
         original = getattr(owner, name)
-        for place in (owner, cache, scaling, states, core):
+        for place in (owner, cache, scaling, states, pair, sizes):
             if vars(place).get(name) is original:
                 patch.setattr(place, name, wrap(original))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvspec.device.adversary import FairAdversary
+from kvspec.device.adversary import MOVE, FairAdversary, ReplayAdversary
 from kvspec.device.cuda_names import (
     OneItemQueue,
     ThreadActor,
@@ -22,7 +22,7 @@ from kvspec.device.cuda_names import (
     installed,
     use,
 )
-from kvspec.device.protocol import SrcAccessOrder
+from kvspec.device.protocol import CopySpan, SrcAccessOrder
 from kvspec.device.simulated import DeviceFault, SimulatedDevice
 
 from .lab import Lab, NumberedAdversary, outcomes
@@ -69,12 +69,38 @@ def test_torch_cuda_stream_makes_the_device_s_side_streams_load_first_then_store
     assert len({load.cuda_stream, store.cuda_stream, torch.cuda.current_stream().cuda_stream}) == 3
 
 
-def test_each_side_stream_has_a_letter_of_its_own_that_no_other_actor_uses(device: SimulatedDevice) -> None:
-    codes = [torch.cuda.Stream().code for _ in range(23)]
-    assert len(set(codes)) == 23
+def test_each_side_stream_has_a_code_of_its_own_that_no_other_actor_uses(device: SimulatedDevice) -> None:
+    codes = [torch.cuda.Stream().code for _ in range(60)]
+    assert len(set(codes)) == 60
     assert not {"c0", "h0", "t0"} & set(codes)
-    with pytest.raises(RuntimeError, match="rank 0 has 23 side streams"):
-        torch.cuda.Stream()
+    assert not set(codes) & {f"{letter}{rank}" for letter in "lsxyz" for rank in range(1, 100)}
+    assert all(MOVE.fullmatch(code) for code in codes)
+
+
+def test_the_time_between_two_events_is_there_once_both_have_been_reached(device: SimulatedDevice) -> None:
+    begin, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+    begin.record()
+    with pytest.raises(DeviceFault, match="before both of them had been reached"):
+        begin.elapsed_time(end)
+    end.record()
+    device.synchronize()
+    assert begin.elapsed_time(end) == 1.0
+
+
+def test_a_copy_bears_the_label_that_the_device_had_at_its_enqueue(device: SimulatedDevice) -> None:
+    source, destination = np.zeros(8, np.int8), np.zeros(8, np.int8)
+    device.host_register(source.ctypes.data, 8)
+    device.add_device_memory(destination.ctypes.data, 8)
+    seen: list[int | None] = []
+    device.observers.append(lambda executed: seen.append(executed.label))
+    device.adversary = ReplayAdversary("")
+    for label in (7, None):
+        device.label = label
+        span = CopySpan(destination.ctypes.data, source.ctypes.data, 8)
+        device.copy_batch([span], SrcAccessOrder.STREAM, device.compute_stream.cuda_stream)
+    assert not seen
+    device.synchronize()
+    assert seen == [7, None]
 
 
 @pytest.mark.parametrize(

@@ -852,11 +852,11 @@ def copies_of_a_batch_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedDevice, "_is_pageable", lambda self, span: False)
+    monkeypatch.setattr(SimulatedDevice, "is_pageable", lambda self, span: False)
 
 
 def no_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedDevice, "_is_pageable", lambda self, span: True)
+    monkeypatch.setattr(SimulatedDevice, "is_pageable", lambda self, span: True)
 
 
 def default_stream_is_legacy(monkeypatch: pytest.MonkeyPatch) -> None:

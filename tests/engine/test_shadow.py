@@ -470,6 +470,7 @@ def test_each_rank_reports_what_is_wrong_in_its_own_share_with_the_position_in_t
     lab.run(1, 15, [[3, 5]])
     assert [report[:5] for report in lab.reports] == [("a", 14, 2, 1, 5)]
     lab.reports.clear()
+    lab.memories[1].tags[2, 5 * 4 + 2] ^= np.uint64(9)
     lab.memories[0].tags[1, 5 * 4 + 2] = 0
     lab.run(1, 15, [[3, 5]])
     assert [report[:5] for report in lab.reports] == [("a", 12, 1, 0, 5)]

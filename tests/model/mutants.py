@@ -178,14 +178,14 @@ def killed(mutant: Mutant, ops: int, timeout_s: int) -> str | None:
 
 
 def _verdict(mutant: Mutant, ops: int) -> str:
-    from strategies import core
+    from strategies import equality
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         try:
             install(mutant)
-            core.FINDINGS_MAX = 1
+            equality.FINDINGS_MAX = 1
             for level in ("pool", "cache"):
-                tally = core.run(level, ops, seed=1)
+                tally = equality.run(level, ops, seed=1)
                 if tally.findings:
                     return f"{level} {tally.findings[0].clause}"
         except BaseException as error:  # a mutant may do anything
@@ -203,10 +203,10 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every Nth mutant,")
     parser.add_argument("--start", type=int, default=0, help="from this one on")
     arguments = parser.parse_args()
-    from strategies import core
+    from strategies import equality
 
     for level in ("pool", "cache"):
-        core.run(level, 500, 0)
+        equality.run(level, 500, 0)
     source = inspect.getsource(importlib.import_module("vllm.v1.core.block_pool"))
     start, total, dead = time.monotonic(), 0, 0
     for mutant in list(mutants(source))[arguments.start :: arguments.every]:

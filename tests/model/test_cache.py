@@ -215,9 +215,9 @@ def test_a_step_needs_what_the_table_lacks_and_the_blocks_of_the_hit_that_are_fr
     compute(cache, writer)
     reader = arrive(cache, "reader", 18)
     hit = cache.lookup(reader)
-    assert cache.blocks_needed(reader, 18, hit, 12) == 2
+    assert cache.blocks_needed(reader, 18, hit, 12, main=18) == 2
     cache.free(writer)
-    assert cache.blocks_needed(reader, 18, hit, 12) == 5
+    assert cache.blocks_needed(reader, 18, hit, 12, main=18) == 5
     assert cache.allocate(reader, 6, hit, reserved=3) is None
     assert cache.allocate(reader, 6, hit, reserved=2) == ([4, 5],)
     assert cache.tables["reader"] == [[1, 2, 3, 4, 5]]

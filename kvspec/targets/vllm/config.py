@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvspec.engine.shadow import Layout
-from kvspec.ops import AttentionGroup, EngineSetup
+from kvspec.ops import EngineSetup
 
 LAYERS = 2
 BYTES_PER_TOKEN = 8  # One head of size 2, keys and values, in float16: one 64-bit tag per token and layer.
@@ -126,7 +126,7 @@ def refusal(setup: EngineSetup) -> str | None:
             return "in this release there must be no decode ranks besides prefill ranks, or as many"
     if len(setup.groups) > 1 and len(set(zip(setup.groups, setup.block_sizes, strict=True))) == 1:
         return "layers that are all alike are one group"
-    if setup.context_ranks > 1 and setup.groups != (AttentionGroup(),):
+    if setup.context_ranks > 1 and [group.kind for group in setup.groups] != ["full"]:
         return "context parallelism runs with one full-attention group only"
     return None
 

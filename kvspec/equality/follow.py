@@ -1,7 +1,7 @@
 """The model follows the KV cache manager of a running engine: each call of the real scheduler, and of the connector
 on the block pool, is made to ``kvspec.model`` too; answers and everything that can be seen are compared.
 
-So what the equality machine (``strategies.core``) shows for calls that it draws holds for the calls that an
+So what the equality machine (``kvspec.equality.world``) shows for calls that it draws holds for the calls that an
 engine makes. Engines with full-attention and sliding-window groups and no context parallelism can be followed.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvspec.equality.compare import Names, compare_events, compare_pools
 from kvspec.model import CacheManager, Content, Group, Hit, Kind, Request, agree, profile_for
 from kvspec.model.clauses import ClauseBroken
 from kvspec.targets.vllm import core as target
-from strategies.core import Names, compare_events, compare_pools
 
 Arguments = dict[str, Any]
 

@@ -1,0 +1,77 @@
+"""Sizes under context parallelism: the model's beside the release's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from kvspec.equality.compare import Refused, attempt, described
+from kvspec.model.clauses import agree
+from kvspec.model.groups import Group, Kind
+from kvspec.model.profile import CpScaling, Profile
+from kvspec.model.scaling import (
+    ContextParallel,
+    lazy_target_blocks,
+    refuse_unsupported,
+    slot,
+    tokens_on_rank,
+    whole_blocks,
+)
+from kvspec.targets.vllm import core as target
+
+_CP_GROUPS = tuple(
+    tuple(Group(kind, 4 * size, reach=8) for kind, size in layout)
+    for layout in (
+        ((Kind.FULL, 1),),
+        ((Kind.SLIDING_WINDOW, 1),),
+        ((Kind.CHUNKED_LOCAL, 1),),
+        ((Kind.FULL, 1), (Kind.FULL, 2)),
+        ((Kind.FULL, 1), (Kind.SLIDING_WINDOW, 1)),
+        ((Kind.FULL, 1), (Kind.MAMBA, 1)),
+    )
+)
+
+
+def compare_scaling(profile: Profile) -> int:
+    """Compare everything that follows from sizes alone, for all sizes up to 4. Returns the number of comparisons."""
+    compared = 0
+    layouts = list(_CP_GROUPS)
+    if profile.cp_scaling is CpScaling.DECODE_SHARDED:
+        layouts += [
+            tuple(replace(group, sharded=index == 0) for index, group in enumerate(layout)) for layout in layouts
+        ]
+    for groups, prefill, decode in product(layouts, (1, 2, 4), (1, 2, 4)):
+        cp = ContextParallel(prefill, decode)
+        _compare_sizes(groups, cp, profile)
+        if profile.offload_with_cp or prefill * decode == 1:
+            for step_tokens in (1, 16, 17, 32, 33):
+                _compare_lazy_target(groups, step_tokens, cp, profile)
+        compared += 1
+    for ranks, interleave, tokens in product((1, 2, 4), (1, 2, 4), range(40)):
+        slots = [slot(position, 4 * ranks, ranks, interleave) for position in range(tokens)]
+        for rank in range(ranks):
+            actual = target.tokens_on_rank(tokens, rank, ranks, interleave)
+            agree("SCALE-6", tokens_on_rank(tokens, rank, ranks, interleave), actual)
+            agree("SCALE-5", sum(place.rank == rank for place in slots), actual)
+            compared += 1
+    for tokens, span in product(range(40), (2, 4, 8)):
+        request = target.make_request("r", range(tokens), 2)
+        agree("SCALE-7", whole_blocks(tokens, span), len(target.group_hashes(request, 2, span)))
+        compared += 1
+    return compared
+
+
+def _compare_sizes(groups: tuple[Group, ...], cp: ContextParallel, profile: Profile) -> None:
+    """Compare whether a combination is refused; the first lookup counts too, where construction doesn't mind."""
+
+    cached = all(group.kind is not Kind.MAMBA for group in groups)  # how states are cached decides on sizes, too
+    expect = attempt(refuse_unsupported, groups, cp, profile)
+    actual = attempt(target.first_lookup, described(groups), cp.prefill, cp.decode, cached)
+    agree("SCALE-2", isinstance(expect, Refused), isinstance(actual, Refused))
+
+
+def _compare_lazy_target(groups: tuple[Group, ...], step_tokens: int, cp: ContextParallel, profile: Profile) -> None:
+    if isinstance(attempt(refuse_unsupported, groups, cp, profile), Refused):
+        return
+    expect = lazy_target_blocks(groups, step_tokens, cp, profile)
+    agree("SCALE-8", expect, target.lazy_target_blocks(described(groups), step_tokens, cp.prefill, cp.decode))
