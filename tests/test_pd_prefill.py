@@ -40,6 +40,7 @@ def seen_in(release: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         if not result.exists():
             script = Path(__file__).with_name("pd_prefill.py")
             environment = prepare(f"vllm-simple@{release}").environment
+            environment["PYTHONPATH"] += f"{os.pathsep}{script.parent}"
             ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
             assert ran.returncode == 0, ran.stderr[-2000:]
             result.write_text(ran.stdout)
