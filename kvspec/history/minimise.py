@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from kvspec.device.adversary import MOVE
 from kvspec.history import AnyHistory, AnyOp
-from kvspec.model.ops import CoreHistory
 from kvspec.ops import History, Step
 
 Candidates = Callable[[AnyHistory], Iterator[AnyHistory]]
@@ -33,13 +32,8 @@ def minimise(
     return _Search(history, shows, spent).run()
 
 
-def pinned(history: AnyHistory, schedules: Sequence[str]) -> AnyHistory:
-    """Write the adversary's moves into the ops, so that a replay doesn't depend on what a seed means.
-
-    Where nobody draws moves, nothing changes.
-    """
-    if isinstance(history, CoreHistory) or history.adversary == "fair":
-        return history
+def pinned(history: History, schedules: Sequence[str]) -> History:
+    """Write the adversary's moves into the ops, so that a replay doesn't depend on what a seed means."""
     ops = tuple(
         replace(op, seed=0, schedule=schedule) if "schedule" in op.__struct_fields__ else op
         for op, schedule in zip(history.ops, schedules, strict=False)
