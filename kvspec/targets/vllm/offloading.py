@@ -178,6 +178,8 @@ class OffloadingTarget:
                 os.truncate(path, (chunks or more["num_blocks"]) * (chunk_bytes or more["kv_bytes_per_block"]))
             region = region_class(engine_id=engine_id, **more)
             self._regions.append((device, region))
+            if self._ranks > 1 and device.rank == self._ranks - 1:
+                path.unlink(missing_ok=True)
             return region
 
         return make
