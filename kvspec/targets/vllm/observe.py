@@ -304,7 +304,8 @@ class ObservedEngine:
 
     def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory
-        return memory.describe(tag, memory.layer(group_of(key), index))
+        # A chunk's key has a suffix; the last four bytes of any other are a group's number, which it can't be.
+        return memory.describe(tag, memory.layer(group_of(key.removesuffix(b"chunk")), index))
 
     def describe_key(self, key: bytes) -> str:
         return self._tier.describe_key(key)
