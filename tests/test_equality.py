@@ -13,6 +13,7 @@ from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 
+from kvspec.equality.world import EqualityWorld, run_history
 from kvspec.history import read_history, story
 from kvspec.history.minimise import minimise
 from kvspec.known import load_known
@@ -35,7 +36,6 @@ from kvspec.model.pool import BlockPool
 from kvspec.model.profile import KNOWN_ISSUES
 from kvspec.ops import history_to_json
 from kvspec.search import SETTINGS, load_suite
-from strategies.equality import EqualityWorld, run_history
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 

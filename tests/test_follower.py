@@ -26,8 +26,8 @@ def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         sys.path.insert(0, str(releases.ensure(releases.KNOWN_GOOD[-1])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from kvspec.equality.follow import Follower
         from kvspec.targets.vllm.engine import VllmEngine
-        from strategies.follow import Follower
 
         started: list[Any] = []
         make = VllmEngine._make_scheduler

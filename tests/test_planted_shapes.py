@@ -36,8 +36,8 @@ def loads_bring_tokens_back_in_another_order(patch: Patch) -> None:
     """As if the interleave had been another one when they were stored."""
     real = SimulatedDevice.run_spans
 
-    def run_spans(self: SimulatedDevice, stream: str, spans: Any, snapshots: Any) -> None:
-        real(self, stream, spans, snapshots)
+    def run_spans(self: SimulatedDevice, stream: str, spans: Any, *more: Any, **named: Any) -> None:
+        real(self, stream, spans, *more, **named)
         for dst, _, size in spans:
             region = self.find_region(dst, size)
             if region is not None and region.on_device:

@@ -160,6 +160,7 @@ def _template() -> Any:
     import vllm.config as config
 
     os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # or vLLM wants Triton now; each history says which it has
     _register_model()
     with tempfile.TemporaryDirectory(prefix="kvspec-model-") as directory:
         Path(directory, "config.json").write_text(json.dumps(_MODEL))
