@@ -54,7 +54,7 @@ def run_machine(histories: int) -> list[tuple[EqualityWorld, Any]]:
 
 
 def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any) -> None:
-    seen = run_machine(150)
+    seen = run_machine(300)
     known = {issue.id for issue in KNOWN_ISSUES}
     assert {v.frame for _, outcome in seen for v in outcome.violations} <= known
     reached = {event for _, outcome in seen for event in outcome.reached}
@@ -180,6 +180,6 @@ def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callabl
 
 def test_known_issues_of_the_model_are_listed_like_all_others() -> None:
     listed = {issue.id: issue for issue in load_known() if issue.target == "vllm-core"}
-    assert listed.keys() == {issue.id for issue in KNOWN_ISSUES}
+    assert listed.keys() == {issue.id for issue in KNOWN_ISSUES if issue.id.startswith("core-")}
     assert listed["core-double-release"].releases == ">=0.20.2,<0.24.0"
     assert listed["core-eagle-first-window"].releases == ">=0.20.2"

@@ -2,7 +2,7 @@
 on the block pool, is made to ``kvspec.model`` too; answers and everything that can be seen are compared.
 
 So what the equality machine (``kvspec.equality.world``) shows for calls that it draws holds for the calls that an
-engine makes. Engines with full-attention and sliding-window groups and no context parallelism can be followed.
+engine makes. Engines with full-attention and sliding-window groups can be followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvspec.equality.compare import Names, compare_events, compare_pools
-from kvspec.model import CacheManager, Content, Group, Hit, Kind, Request, agree, profile_for
+from kvspec.model import CacheManager, Content, ContextParallel, Group, Hit, Kind, Request, agree, profile_for
 from kvspec.model.clauses import ClauseBroken
 from kvspec.targets.vllm import core as target
 
@@ -139,6 +139,8 @@ class Follower:
 
     def _release_skipped(self, request: Request | None, arguments: Arguments) -> None:
         name, computed = list(arguments.values())[:2]
+        if name not in self._requests:  # it ends before anything was done for it
+            return
         settled = replace(self._requests[name], in_flight=0)
         self.model._release_skipped(settled, computed)
 
@@ -236,11 +238,12 @@ def _model_of(manager: Any) -> CacheManager:
         )
         for spec in (group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups)
     ]
-    pool = manager.block_pool
+    pool, single = manager.block_pool, manager.coordinator.single_type_managers[0]
     return CacheManager(
         groups,
         pool.num_gpu_blocks,
         profile_for(target.release()),
+        cp=ContextParallel(single.pcp_world_size, single.dcp_world_size),
         caching=manager.enable_caching,
         max_tokens=manager.max_model_len,
         events=pool.enable_kv_cache_events,
