@@ -74,6 +74,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fixed: str
     counts: tuple[Counts, ...]
     events: tuple[str, ...]
+    without: tuple[str, ...] = ()
     cause: str
 
 
@@ -239,7 +240,7 @@ def _single_works(plan: BenchPlan) -> Iterator[_Work]:
         for ablation in ("", *plan.ablations):
             for case in plan.cases:
                 if not why_not(case):
-                    wanted = Wanted(case.id, case.counts, case.events)
+                    wanted = Wanted(case.id, case.counts, case.events, case.without)
                     yield _work(plan, _at(case.target, case.bad), "bad", seed, ablation, wanted)
                     if not ablation:
                         yield _work(plan, _at(case.target, case.fixed), "fixed", seed, ablation, wanted)

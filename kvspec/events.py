@@ -63,7 +63,10 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     counts: tuple[Counts, ...]
     events: tuple[str, ...] = ()
-    """Events without which it can't show."""
+    """Events without which it can't show: a history that hasn't reached them shows something else."""
+    without: tuple[str, ...] = ()
+    """Events with which another bug of the release shows in the same way: a history that has reached one doesn't
+    count."""
 
 
 FAIR, RAW, NO_LIVE_PREFIXES = "fair-device", "raw-driver", "no-live-prefixes"

@@ -7,7 +7,7 @@ at once, and tells of each what a trial for it alone would have told.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,7 +166,7 @@ class _Run:
             steps=self._effort.steps + outcome.steps,
         )
         keys = dict.fromkeys(violation_key(self._job.target, violation) for violation in outcome.violations)
-        self._note(keys, world)
+        self._note(keys, world, outcome.reached.keys())
         self._tell_progress(outcome.steps)
         if self._is_over() or not self._is_wanted(self._open.keys() - self._sighted.keys()):
             raise _TrialOver
@@ -178,18 +178,20 @@ class _Run:
             self._emit(self._since)
             self._since, self._since_s = Progress(job=self._job.job), time.monotonic()
 
-    def _note(self, keys: Iterable[Key], world: "World") -> None:
+    def _note(self, keys: Iterable[Key], world: "World", reached: Set[str]) -> None:
         for key in keys:
             self._seen[key] += 1
             if key not in self._issues:
                 issue = known_as(self._job.known, key, self._release)
                 self._issues[key] = issue.id if issue else ""
             for name, wanted in self._open.items():
-                if name not in self._sighted and self._is_counted(wanted, key):
+                if name not in self._sighted and self._is_counted(wanted, key, reached):
                     history = replace(world.history(), target=self._job.target)
                     self._sighted[name] = _Sighting(self._so_far(), key, history, self._all_seen())
 
-    def _is_counted(self, wanted: Wanted, key: Key) -> bool:
+    def _is_counted(self, wanted: Wanted, key: Key, reached: Set[str]) -> bool:
+        if not reached >= set(wanted.events) or reached & set(wanted.without):
+            return False
         return self._issues[key] in ("", wanted.name) and any(counts.matches(key) for counts in wanted.counts)
 
     def _is_wanted(self, names: Collection[str]) -> bool:
