@@ -1,7 +1,8 @@
 """The equality machines of target ``vllm-offload-index``: the model and OffloadingConnector, side by side.
 
-As in ``core`` every op is applied to both, what they answer is compared, and so is all that can be seen of their
-state. ``TierPair`` couples the CPU tier with ``CPUOffloadingManager``.
+As in ``kvspec.equality`` every op is applied to both, what they answer is compared, and so is all that can be seen of
+their state. ``TierPair`` couples the CPU tier with ``CPUOffloadingManager``, ``IndexPair`` the scheduler side with the
+connector of an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvspec.model.groups import Kind
 from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
-from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile, StoreMask, known_issues, profile_for
 from kvspec.model.tiers import Access, Adaptive, Answer, Placed, Recency, Tier
 from kvspec.targets.vllm import core as core_target
@@ -385,9 +385,7 @@ class IndexPair:
         offer, look_up = self.tier.prepare_store, self.tier.lookup
 
         def prepare_store(keys: Sequence[Key], access: Access[Key]) -> Placed[Key] | None:
-            refused = (
-                self.real.offers[len(self.offers)][1] is None if len(self.real.offers) > len(self.offers) else False
-            )
+            refused = len(self.real.offers) > len(self.offers) and self.real.offers[len(self.offers)][1] is None
             gives_up = refused and self.setup.tier.policy == "arc" and "offload-arc-gives-up" in self.avoid
             if gives_up and self.tier.room(keys) is not None:
                 self.reached["known:offload-arc-gives-up"] += 1
@@ -451,9 +449,8 @@ class IndexPair:
             self.requests[name].computed = tokens
         self._check_last(seen)
         rows = [Row(row.request, row.blocks, row.new or row.resumed, row.new) for row in seen.rows]
-        nulls = self._nulls()
         plan = self.model.step(rows, seen.scheduled, seen.preempted, seen.finished)
-        self._check_stale(nulls)
+        self._check_stale()
         self._compare_offers()
         agree("ADMIT-1", [tuple(load) for load in self._numbered(plan.loads)], list(map(tuple, answer.loads)))
         self._check_sizes(answer)
@@ -580,10 +577,7 @@ class IndexPair:
             if differs and issue in self.avoid and name in self.model.tracked:
                 raise Known(issue)
 
-    def _nulls(self) -> dict[str, int]:
-        return {name: sum(row.count(NULL) for row in request.table) for name, request in self.model.tracked.items()}
-
-    def _check_stale(self, before: dict[str, int]) -> None:
+    def _check_stale(self) -> None:
         """Raise Known if a block was left out because it was given to somebody else."""
         self.reached["given-away"] += self.model.dropped
         if self.model.dropped and "offload-stale-window-block" in self.avoid:
