@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from packaging.version import Version
 
 import kvspec
 from kvspec.defects import Defect
@@ -161,12 +160,6 @@ def load_cases(file: Path) -> list[Case]:
         raise KvspecError(f"{file} can't be read as cases: {error}.") from error
 
 
-def newest_with_bug(fixed: str) -> str:
-    """Return the newest release before the fix, which is what a case runs on; empty if kvspec supports none."""
-    older = [release for release in RELEASES if Version(release) < Version(fixed)]
-    return older[-1] if older else ""
-
-
 def is_built(target: str) -> bool:
     """Whether this version of kvspec has a target, or it is one that plugs in."""
     return target in TARGETS or ":" in target
@@ -204,6 +197,10 @@ class _Slot(msgspec.Struct, frozen=True):
     side: str
     ablation: str
     seed: int
+
+
+def _slot_of(row: Row) -> _Slot:
+    return _Slot(row.subject, row.side, row.ablation, row.seed)
 
 
 @dataclass(frozen=True)
@@ -339,15 +336,14 @@ def run_bench(
 ) -> Bench:
     """Run all trials that have no result yet, and return all results. SIGINT and SIGTERM end it early, in order."""
     journal = _Journal(plan.output, header, resume)
-    done = {_Slot(row.subject, row.side, row.ablation, row.seed) for row in journal.rows}
+    done = {_slot_of(row) for row in journal.rows}
     works = _works(plan, done)
-    asked = [work.slot(work.trial.wanted[0].name) for work in _single_works(plan)]
+    asked = {work.slot(work.trial.wanted[0].name) for work in _single_works(plan)}
     bench = Bench(plan, journal.header, journal.rows)
-    run = _Run(plan, journal, bench, len(asked), len(done & set(asked)), emit)
+    run = _Run(plan, journal, bench, len(asked), len(done & asked), emit)
     prepared = {target: prepare(target) for target in dict.fromkeys(work.target for work in works)}
     run.run(_portions(works, plan.jobs), prepared)
-    wanted = set(asked)
-    bench.rows = [row for row in journal.rows if _Slot(row.subject, row.side, row.ablation, row.seed) in wanted]
+    bench.rows = [row for row in journal.rows if _slot_of(row) in asked]
     return bench
 
 
