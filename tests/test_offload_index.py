@@ -21,6 +21,7 @@ from kvspec.model import CLAUSES, KNOWN_ISSUES, Group, Kind, Profile, offload, t
 from kvspec.model import offload_ops as o
 from kvspec.model.profile import known_issues, profile_for
 from kvspec.model.tiers import Tier
+from strategies import offload_index
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -34,8 +35,6 @@ def profile() -> Profile:
         sys.path.insert(0, str(releases.ensure(releases.KNOWN_GOOD[-1])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from strategies import offload_index
-
         offload_index.run("tier", 1, 0)
         offload_index.run("index", 1, 0)
         return profile_for(offload_index.core_target.release())
@@ -46,23 +45,17 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize(("level", "count"), [("tier", 12_000), ("index", 3_000)])
 def test_model_and_connector_agree_on_everything_that_can_be_seen(level: str, count: int, profile: Profile) -> None:
-    from strategies import offload_index
-
     tally = offload_index.run(level, count, seed=1)
     assert not tally.findings, tally.findings[0].message
     assert not offload_index.hollow(tally, level, profile)
 
 
 def test_a_run_that_reaches_nothing_is_hollow(profile: Profile) -> None:
-    from strategies import offload_index
-
     assert offload_index.hollow(offload_index.Tally(), "tier", profile) >= {"evicted", "refused", "pinned"}
     assert offload_index.hollow(offload_index.Tally(), "index", profile) >= {"loaded", "preempted", "loaded-for-remote"}
 
 
 def test_a_difference_becomes_a_short_history_that_repeats(profile: Profile, monkeypatch: Patch) -> None:
-    from strategies import offload_index
-
     monkeypatch.setattr(offload_index, "FINDINGS_MAX", 1)
     monkeypatch.setattr(Tier, "_take_slots", lambda self, count: list(range(count)))
     tally = offload_index.run("tier", 20_000, seed=2)
@@ -201,8 +194,6 @@ def test_every_known_issue_has_a_trigger() -> None:
 
 @pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
-    from strategies import offload_index
-
     setup, steps = TRIGGERS[issue.id]
     history = o.IndexHistory(setup, tuple(steps))
     others = known_issues(profile.release) - {issue.id} - ENTANGLED.get(issue.id, set())
@@ -252,8 +243,6 @@ def test_every_clause_has_a_defect() -> None:
 def test_the_defect_is_noticed_in_releases_that_can_break_the_clause(
     clause: str, profile: Profile, monkeypatch: Patch
 ) -> None:
-    from strategies import offload_index
-
     monkeypatch.setattr(offload_index, "FINDINGS_MAX", 1)
     with planted(DEFECTS[clause]):
         if NEEDS.get(clause, lambda profile: True)(profile):
