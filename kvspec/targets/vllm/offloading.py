@@ -36,6 +36,7 @@ from kvspec.targets.vllm.copies import (
     swap_blocks_batch,
     tensor_to,
 )
+from kvspec.targets.vllm.core import own_files
 from kvspec.targets.vllm.engine import HASH_BYTES, VllmEngine, group_of
 from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, keys_of_hashes
 
@@ -142,10 +143,8 @@ class OffloadingTarget:
     """The target ``vllm-offloading``, with or without a release."""
 
     def __init__(self, name: str) -> None:
-        import vllm
-
         self.name = name
-        self.own_files: tuple[str, ...] = (str(Path(vllm.__file__).parent),)
+        self.own_files = own_files()
         self._open: list[OffloadingTier] = []
         self._regions: list[tuple[SimulatedDevice, Any]] = []
         self._files: list[Path] = []
@@ -154,7 +153,6 @@ class OffloadingTarget:
     @contextmanager
     def activated(self) -> Iterator[None]:
         """Put the simulated device in place; afterwards give the memory of the engines started meanwhile back."""
-
         with installed(stand_ins(self._region_maker)):
             try:
                 yield

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe
 from kvspec.targets.vllm.config import LAYERS, block_bytes, refusal
+from kvspec.targets.vllm.core import own_files
 from kvspec.targets.vllm.engine import VllmEngine, group_of
 from kvspec.targets.vllm.observe import (
     ObservedEngine,
@@ -74,10 +74,8 @@ class SimpleOffloadTarget:
     """The target ``vllm-simple``, with or without a release."""
 
     def __init__(self, name: str) -> None:
-        import vllm
-
         self.name = name
-        self.own_files: tuple[str, ...] = (str(Path(vllm.__file__).parent),)
+        self.own_files = own_files()
 
     def activated(self) -> AbstractContextManager[Any]:
         return installed(stand_ins())
