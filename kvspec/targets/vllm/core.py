@@ -249,7 +249,6 @@ class RealPool:
 
 def pool_state(pool: Any) -> PoolState:
     """Return a ``BlockPool``'s state."""
-    split = _split_key
     more = getattr(pool, "cached_block_hashes_by_block", {})
     cache = pool.cached_block_hash_to_block._cache
     return PoolState(
@@ -257,12 +256,16 @@ def pool_state(pool: Any) -> PoolState:
         free=pool.get_num_free_blocks(),
         references=[block.ref_cnt for block in pool.blocks],
         hashes=[
-            (block.block_hash and split(block.block_hash), frozenset(map(split, more.get(block.block_id, ()))))
+            (
+                block.block_hash and _split_key(block.block_hash),
+                frozenset(map(_split_key, more.get(block.block_id, ()))),
+            )
             for block in pool.blocks
         ],
         ends=[getattr(block, "block_hash_num_tokens", None) or 0 for block in pool.blocks],
         found={
-            split(key): list(found) if isinstance(found, dict) else [found.block_id] for key, found in cache.items()
+            _split_key(key): list(found) if isinstance(found, dict) else [found.block_id]
+            for key, found in cache.items()
         },
     )
 
@@ -358,7 +361,6 @@ def register_specs() -> None:
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     _modules()
-
     if hasattr(managers, "register_all_kvcache_specs"):
         managers.register_all_kvcache_specs(None)
 
@@ -398,13 +400,13 @@ class RealCache:
         from vllm.v1.core import kv_cache_manager
 
         register_specs()
-        self.config = cache_config(groups, num_blocks, caching, interval)
-        alignment, hash_tokens = _block_sizes(self.config, groups[0][1], caching, prefill, decode)
+        config = cache_config(groups, num_blocks, caching, interval)
+        alignment, hash_tokens = _block_sizes(config, groups[0][1], caching, prefill, decode)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
         in_flight = "max_in_flight_tokens" if "max_in_flight_tokens" in known else "max_num_batched_tokens"
         arguments = {
-            "kv_cache_config": self.config,
+            "kv_cache_config": config,
             "max_model_len": max_tokens,
             "scheduler_block_size": alignment,
             "hash_block_size": hash_tokens,
@@ -495,7 +497,7 @@ class RealCache:
         reserved: int,
         others_run: bool,
     ) -> tuple[list[int], ...] | None:
-        """Allocate, with the blocks of the last lookup or (``hit`` false) without any. ``needed`` has what
+        """Allocate, with the blocks of the last lookup or (``hit`` false) without any. ``calls`` has what
         it counted on the way.
         """
         known = _parameters(self.manager.allocate_slots)

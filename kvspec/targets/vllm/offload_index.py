@@ -54,7 +54,9 @@ class RealTier:
 
     def context(self, name: str, positions: Mapping[RawKey, int]) -> Any:
         """Return what the manager is told of a request: where the chunks end in its text, in tokens."""
-        context = _context_class()(**_known(_context_class(), {"req_id": name, "kv_transfer_params": None}))
+        context_class = _base().ReqContext
+        named = {"req_id": name} if "req_id" in _parameters(context_class) else {}  # 0.22 and later
+        context = context_class(**named)
         if hasattr(context, "set_offload_key_position"):
             for key, position in positions.items():
                 context.set_offload_key_position(key, position)
@@ -108,7 +110,7 @@ class RealTier:
         self.manager.reset_cache()
 
     def _context_argument(self, method: str, context: Any) -> tuple[Any, ...]:
-        return (context,) if "req_context" in _parameters(getattr(self.manager, method)) else ()
+        return (context,) if "req_context" in _parameters(getattr(type(self.manager), method)) else ()
 
     def take_events(self) -> list[tuple[tuple[RawKey, ...], bool]]:
         """Take the recorded events: keys, and whether they were removed."""
@@ -166,14 +168,6 @@ def _base() -> Any:
         return importlib.import_module("vllm.v1.kv_offload.base")
     except ModuleNotFoundError:  # 0.20
         return importlib.import_module("vllm.v1.kv_offload.abstract")
-
-
-def _context_class() -> Any:
-    return _base().ReqContext
-
-
-def _known(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in _parameters(function)}
 
 
 @functools.cache
@@ -292,10 +286,9 @@ class RealEngine:
         connectors: int = 0,
     ) -> None:
         self.asynchronous = asynchronous
-        self.block_tokens = groups[0][1]
         setup = EngineSetup(
             gpu_blocks=gpu_blocks,
-            block_size=self.block_tokens,
+            block_size=groups[0][1],
             step_tokens=step_tokens,
             running_max=running_max,
             async_scheduling=asynchronous,
