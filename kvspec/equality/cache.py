@@ -15,10 +15,7 @@ from kvspec.model.groups import Kind, blocks_for, skipped_tokens
 from kvspec.model.keys import PLAIN, Content, Image, Text
 from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile
-from kvspec.model.scaling import (
-    ContextParallel,
-    alignment_tokens,
-)
+from kvspec.model.scaling import ContextParallel, alignment_tokens
 from kvspec.targets.vllm import core as target
 
 _CONTENTS_OF_REQUESTS = {
@@ -26,7 +23,6 @@ _CONTENTS_OF_REQUESTS = {
     6: Content(adapter=("lora", "/lora")),
     7: Content(images=(Image("cat", 3, 6),)),
 }
-
 
 _LIVE_MAX = 6
 """Requests at once."""
@@ -335,13 +331,13 @@ class CachePair:
             reach = limit if proof_limit == limit else min(limit + self.model.spans[index], proof_limit)
             expect = self.model.longest(text, limit, mates, proof_limit)
             actual = self.real.group_hit(live.real, reach, mates, True)
-            if expect > actual and self._cuts_twice(index):
+            if expect > actual and self._is_cut_twice(index):
                 self.reached["known:core-eagle-first-window"] += 1
                 return True
             agree("HIT-2", expect, actual)
         return False
 
-    def _cuts_twice(self, index: int) -> bool:
+    def _is_cut_twice(self, index: int) -> bool:
         return (
             "core-eagle-first-window" in self.avoid
             and self.setup.groups[index].kind is Kind.SLIDING_WINDOW
@@ -357,7 +353,7 @@ class CachePair:
 
     def cuts_twice(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-first-window can be why a hit is shorter than expected."""
-        if not any(drops and self._cuts_twice(index) for index, drops in enumerate(self.model.drops)):
+        if not any(drops and self._is_cut_twice(index) for index, drops in enumerate(self.model.drops)):
             return False
         parts_alone = all(group.kind is not Kind.FULL for group in self.setup.groups)
         return actual.tokens < expect.tokens or (actual[:2] == expect[:2] and parts_alone)
@@ -483,8 +479,8 @@ class CachePair:
 
     def reset(self, op: ops.Reset) -> None:
         if op.empty:
-            for live in self.live:
-                self.preempt(ops.Preempt(self.live.index(live)))
+            for pick in range(len(self.live)):
+                self.preempt(ops.Preempt(pick))
         expect = self.model.reset()
         agree("RESET-1", expect, self.real.manager.reset_prefix_cache())
         self.reached["reset" if expect else "reset-refused"] += 1

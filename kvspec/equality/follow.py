@@ -58,8 +58,8 @@ class Follower:
             _hold_iterables(bound.arguments)
             self._inside = True
             try:
-                before = self._requests_of(bound.arguments)
-                expect = arm(self, before, bound.arguments)
+                request = self._request_of(bound.arguments)
+                expect = arm(self, request, bound.arguments)
                 result = method(*bound.args, **bound.kwargs)
                 self.calls[name] += 1
                 self._compare(name, expect, result, bound.arguments)
@@ -72,7 +72,7 @@ class Follower:
 
         setattr(owner, name, followed)
 
-    def _requests_of(self, arguments: Arguments) -> Request | None:
+    def _request_of(self, arguments: Arguments) -> Request | None:
         return self._synced(arguments["request"]) if "request" in arguments else None
 
     def _synced(self, real: Any) -> Request:

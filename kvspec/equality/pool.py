@@ -16,7 +16,6 @@ from kvspec.targets.vllm import core as target
 
 _TRUNK = list(range(16))
 
-
 _CONTENTS = {
     5: Content(salt="salt"),
     6: Content(adapter=("lora", "/lora")),

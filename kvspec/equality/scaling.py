@@ -63,7 +63,6 @@ def compare_scaling(profile: Profile) -> int:
 
 def _compare_sizes(groups: tuple[Group, ...], cp: ContextParallel, profile: Profile) -> None:
     """Compare whether a combination is refused; the first lookup counts too, where construction doesn't mind."""
-
     cached = all(group.kind is not Kind.MAMBA for group in groups)  # how states are cached decides on sizes, too
     expect = attempt(refuse_unsupported, groups, cp, profile)
     actual = attempt(target.first_lookup, described(groups), cp.prefill, cp.decode, cached)
