@@ -207,7 +207,7 @@ class _Run:
     def _is_over(self) -> bool:
         return self._stopping() or self._effort.cpu_s >= self._trial.budget_cpu_s
 
-    def _settle(self, wanted: Wanted, sighting: "_Sighting") -> None:
+    def _settle(self, wanted: Wanted, sighting: _Sighting) -> None:
         """Run what was sighted again, make it short and tell it."""
         key, original = sighting.key, sighting.history
 

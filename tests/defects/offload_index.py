@@ -8,7 +8,6 @@ from typing import Any
 from kvspec.defects import Defect, Patch
 from kvspec.model import offload
 from kvspec.model.pool import NULL
-from kvspec.model.profile import profile_for
 from kvspec.model.tiers import Adaptive, Answer, Recency, Tier
 
 F = offload.Offloader
@@ -78,9 +77,7 @@ def _keeps_index(f: Any) -> Any:
 
 
 def _reads_parameter(f: Any) -> Any:
-    if profile_for("0.33.0").offload_policies:
-        return lambda self, request: not f(self, request) and bool((request.params or {}).get("do_remote_decode"))
-    return f
+    return lambda self, request: not f(self, request) and bool((request.params or {}).get("do_remote_decode"))
 
 
 def _numbers_skip(f: Any) -> Any:
