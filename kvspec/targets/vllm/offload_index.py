@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -162,8 +163,6 @@ def _slots(spec: Any) -> list[int]:
 
 @functools.cache
 def _base() -> Any:
-    import importlib
-
     try:
         return importlib.import_module("vllm.v1.kv_offload.base")
     except ModuleNotFoundError:  # 0.20
