@@ -1,4 +1,4 @@
-"""The executable specification of block allocation, prefix caching and context parallelism.
+"""The executable specification of block allocation, prefix caching, context parallelism, and the CPU tier behind it.
 
 To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
 ``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``states`` (which states a request holds),
