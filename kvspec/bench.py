@@ -291,7 +291,7 @@ class _Journal:
         self._histories = directory / "histories"
         try:
             self._histories.mkdir(parents=True, exist_ok=True)
-            if self._file.exists():
+            if self._file.exists() and self._file.stat().st_size:
                 if not resume:
                     raise KvspecError(f"{self._file} has results; go on with --resume, or choose another --output.")
                 self._read()

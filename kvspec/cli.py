@@ -25,6 +25,7 @@ from kvspec.findings import load_finding, load_history
 from kvspec.gate import FINDINGS_DIR, Plan, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
+from kvspec.model.ops import CoreHistory
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
 from kvspec.report.terminal import StdoutConsole, Terminal
@@ -124,6 +125,7 @@ def gate(
     \b
     Targets:
       vllm-simple            SimpleCPUOffloadConnector of the vLLM that `import vllm` finds from here
+      vllm-offloading        OffloadingConnector, likewise
       vllm-core              its block pool and KV cache manager, held to equality with the model
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)
@@ -194,6 +196,12 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
       0    no law is broken
     """
     history = load_finding(file).history if file.is_dir() else load_history(file)
+    replayed_on = split_target(target or history.target)[0]
+    if (replayed_on == "vllm-core") != isinstance(history, CoreHistory):
+        raise click.UsageError(
+            f"{file} is a history of {'the core' if isinstance(history, CoreHistory) else 'an engine'}, and "
+            f"{replayed_on} can't run one: vllm-core runs histories of the core, the other targets those of engines."
+        )
     prepared = prepared_target(target or history.target)
     history = replace(history, target=prepared.target)
     replayed = replay_history(prepared, history)
@@ -212,6 +220,7 @@ def _replay_lines(history: AnyHistory, replayed: Replayed, trace: bool) -> Itera
         yield Text(f"  trace: {replayed.traces[0]}")
     for key, message, op_index in replayed.violations:
         where = f"op {op_index + 1} ({key.op})" if op_index < len(history.ops) else "the drain after the last op"
+        where = "the start" if op_index < 0 else where
         yield Text(f"{key.law} is broken at {where}" + (f", in {key.frame}" if key.frame else ""), "bold red")
         yield Text(f"  seen: {message}")
     if not replayed.violations:
@@ -221,7 +230,7 @@ def _replay_lines(history: AnyHistory, replayed: Replayed, trace: bool) -> Itera
 
 
 @cli.command()
-@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="vllm-simple, or vllm-simple@RELEASE.")
+@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="What is measured.")
 @click.option("--histories", type=click.IntRange(min=1), default=300, show_default=True, metavar="N", help="How many.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Where to start.")
 def measure(target: str, histories: int, seed: int) -> int:
@@ -299,7 +308,7 @@ def spec(format_: str | None, output: Path | None, clause: str | None) -> None:
     """
     format_ = format_ or ("html" if output and output.suffix in (".html", ".htm") else "markdown")
     page = collect()
-    text = render(page.only(clause) if clause else page, format_)
+    text = render(page if clause is None else page.only(clause), format_)
     if output is None:
         click.echo(text, nl=False)
         return

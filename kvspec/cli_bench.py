@@ -256,10 +256,14 @@ def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> Be
         fits = not names or any(fnmatchcase(name, pattern) for pattern in names)
         return fits and (not targets or one.target in targets)
 
+    cases = [case for case in plan.cases if wanted(case.id, case)]
+    defects = {name: defect for name, defect in plan.defects.items() if wanted(name, defect)}
+    if not cases and not defects:
+        raise click.UsageError("--case, --target and --only leave nothing to run.")
     return replace(
         plan,
-        cases=[case for case in plan.cases if wanted(case.id, case)],
-        defects={name: defect for name, defect in plan.defects.items() if wanted(name, defect)},
+        cases=cases,
+        defects=defects,
     )
 
 

@@ -10,3 +10,9 @@ class KvspecError(Exception):
 
 class SetupRefused(KvspecError):
     """A target can't run a setup: a combination that its release doesn't support."""
+
+
+def refuse_outside(name: str, value: int, least: int, most: int) -> None:
+    """Raise ValueError, with a sentence, for a number that can't be."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; it must be {least if least == most else f'{least} to {most}'}")

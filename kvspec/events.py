@@ -114,6 +114,8 @@ class WorkerReady(Event, frozen=True, kw_only=True):
     """Version of the implementation; empty if unknown."""
     required: dict[str, str]
     """Events that the run must reach, each with a sentence."""
+    note: str = ""
+    """What a reader of the verdict must know of the target."""
 
 
 class Progress(Event, frozen=True, kw_only=True):

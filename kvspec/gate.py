@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 
 import msgspec
 from msgspec.structs import replace
+from packaging.version import Version
 
 from kvspec import releases
 from kvspec.errors import KvspecError
@@ -109,6 +110,8 @@ def prepare(name: str, progress: Callable[[str], releases.Progress] | None = Non
     if release is None:
         return Prepared(base, None, _environment(None))
     release = releases.canonical(release)
+    if ":" not in base and Version(release) < Version(releases.KNOWN_GOOD[0]):
+        raise KvspecError(f"{base} runs on vLLM {releases.KNOWN_GOOD[0]} and later, not on {release}.")
     path = str(releases.install(release, progress(release) if progress else None))
     return Prepared(f"{base}@{release}", path, _environment(path))
 

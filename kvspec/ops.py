@@ -10,6 +10,8 @@ import re
 
 import msgspec
 
+from kvspec.errors import refuse_outside
+
 BLOCK_SIZE_MAX = 128
 _RANGES = {
     "gpu_blocks": (2, 4096),
@@ -25,11 +27,6 @@ _RANGES = {
 """Least and most of each number of a setup; beyond the most an engine takes more memory or time than it is worth."""
 GROUPS_MAX = 4
 GROUP_KINDS = ("full", "sliding-window")
-
-
-def _refuse_outside(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be {least if least == most else f'{least} to {most}'}")
 
 
 def _tokens(count: int, kind: str = "") -> str:
@@ -49,8 +46,8 @@ class AttentionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.kind not in GROUP_KINDS:
             raise ValueError(f"{self.kind!r} is no kind of group; there are {', '.join(GROUP_KINDS)}")
-        _refuse_outside("block_size of a group", self.block_size, 0, BLOCK_SIZE_MAX)
-        _refuse_outside(f"reach of a {self.kind} group", self.reach, *((0, 0) if self.kind == "full" else (1, 4096)))
+        refuse_outside("block_size of a group", self.block_size, 0, BLOCK_SIZE_MAX)
+        refuse_outside(f"reach of a {self.kind} group", self.reach, *((0, 0) if self.kind == "full" else (1, 4096)))
 
     def __str__(self) -> str:
         reach = f" of {_tokens(self.reach)}" if self.reach else ""
@@ -102,7 +99,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
-            _refuse_outside(name, getattr(self, name), least, most)
+            refuse_outside(name, getattr(self, name), least, most)
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise ValueError(f"there are {len(self.groups)} groups; there must be 1 to {GROUPS_MAX}")
         if self.ranks > 1 and self.context_ranks > 1:

@@ -15,6 +15,7 @@ import importlib
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,8 @@ class Suite:
     """A sentence for each named event."""
     rules_max: int = 6
     """Rules of the machine that one history runs, at most."""
+    note: str = ""
+    """What a reader of the verdict must know of the target."""
 
 
 def load_suite(target: str) -> Suite:
@@ -124,7 +127,8 @@ class Search:
     def run(self) -> None:
         """Look at the stored findings, then search until the budget is used up or ``stopping`` is true."""
         required = {name: self._suite.events.get(name, "") for name in sorted(self._required())}
-        self._emit(WorkerReady(job=self._job.job, release=self._release, required=required))
+        ready = WorkerReady(job=self._job.job, release=self._release, required=required, note=self._suite.note)
+        self._emit(ready)
         self._recheck()
         number = 0
         while not self._enough():
@@ -321,9 +325,14 @@ def _own_suite(name: str) -> Suite:
 
 def _equality_suite(name: str) -> Suite:
     from kvspec.equality.world import EVENTS, run_history
+    from kvspec.model.profile import AssumedProfileWarning
     from strategies.equality import machine_of
 
-    return Suite(machine=machine_of(name), run=run_history, events=EVENTS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AssumedProfileWarning)
+        machine = machine_of(name)
+    note = next((str(one.message) for one in caught if one.category is AssumedProfileWarning), "")
+    return Suite(machine=machine, run=run_history, events=EVENTS, note=note)
 
 
 def _engine_suite(name: str) -> Suite:

@@ -146,13 +146,19 @@ class World:
         self._cpu_index: dict[bytes, int] = {}
         self._seen: set[tuple[str, str, str]] = set()
         self._tables: dict[str, set[int]] = {}
+        self._engine: Engine
+        self.longest_request = 0
+        """Tokens, prompt and output, of the longest request that the engine can run; longer ones aren't added."""
         with ExitStack() as context:
             context.enter_context(target.activated())
-            self._engine: Engine = target.start(setup, self._adversary, self)
+            self._guard(lambda: self._start(setup))
             self._context = context.pop_all()
-        self._reach_kind(setup)
+
+    def _start(self, setup: EngineSetup) -> None:
+        """Start the engine. SetupRefused: the target doesn't run the setup; anything else that it raises is a crash."""
+        self._engine = self._target.start(setup, self._adversary, self)
         self.longest_request = self._engine.longest_request
-        """Tokens, prompt and output, of the longest request that the engine can run; longer ones aren't added."""
+        self._reach_kind(setup)
 
     def _reach_kind(self, setup: EngineSetup) -> None:
         if setup.context_ranks > 1:

@@ -115,7 +115,7 @@ class Traffic:
     def burst(self, seed: int) -> Iterator[Op]:
         """Yield the ops of a burst; each must be applied before the next is drawn."""
         rng = random.Random(seed)
-        for _ in range(OPS_PER_BURST):
+        for _ in range(OPS_PER_BURST if self._world.alive else 0):
             (draw,) = rng.choices(self._draws, cum_weights=self._weights)
             op = draw(rng)
             if op is not None:

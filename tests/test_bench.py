@@ -266,7 +266,7 @@ def test_a_seed_reached_what_is_required_only_if_all_events_were_there() -> None
 
     figures = Figures("x", "t", "k", "A-1", "1", "2", "", ("store", "load"), "", [row(0, {"store": 3})], [])
     assert not figures.reached
-    assert figures.note() == "never reached load in 5 histories of 1 seeds"
+    assert figures.note() == "never reached load in 5 histories of 1 seed"
     figures.rows.append(row(1, {"store": 1, "load": 1}))
     assert [one.seed for one in figures.reached] == [1]
     assert not figures.is_proved

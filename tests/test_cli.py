@@ -10,6 +10,7 @@ from kvspec import __version__, cli
 from kvspec.findings import Finding, FindingStore, Key, Record
 from kvspec.gate import Tally, seconds, share
 from kvspec.laws import LAWS
+from kvspec.model.ops import Allocate, CoreHistory, PoolSetup
 from kvspec.ops import Add, EngineSetup, History, Reset, Step, history_to_json
 
 HISTORY = History(
@@ -65,6 +66,12 @@ def test_the_version_is_told(kvspec: Run) -> None:
         (["gate", "--target", ":"], "one of your own is named package.module:suite"),
         (["gate", "--target", "toy:"], "one of your own is named package.module:suite"),
         (["measure", "--target", "vllm-core"], "has no engine"),
+        (
+            ["replay", "core.json", "--target", "vllm-simple"],
+            "and vllm-simple can't run one",
+        ),
+        (["replay", "core.json", "--target", "toy:suite"], "core.json is a history of the core"),
+        (["gate", "--target", "vllm-simple@0.19.1"], "runs on vLLM 0.20.2 and later, not on 0.19.1"),
         (["replay", "missing.json"], "'missing.json' does not exist"),
         (["replay", "."], "can't be read as a finding"),
         (["replay", "bad.json"], "bad.json can't be read: not a history"),
@@ -77,6 +84,7 @@ def test_the_version_is_told(kvspec: Run) -> None:
 @pytest.mark.usefixtures("toy")
 def test_a_wrong_call_is_status_2_and_one_sentence(kvspec: Run, arguments: list[str], problem: str) -> None:
     Path("bad.json").write_text("[]")
+    Path("core.json").write_bytes(history_to_json(CoreHistory("vllm-core", PoolSetup(), (Allocate(2),))))
     status, _, error = kvspec(*arguments)
     assert status == 2
     assert problem in error

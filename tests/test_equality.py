@@ -92,6 +92,11 @@ def test_histories_go_to_json_and_back(history: CoreHistory) -> None:
         (history_to_json(replace(POOL, ops=(Arrive(),))), "op 0: a PoolSetup has no Arrive"),
         (history_to_json(replace(CACHE, ops=(Find(),))), "op 0: a CacheSetup has no Find"),
         (history_to_json(POOL).replace(b'"count"', b'"cuont"'), "unknown field `cuont`"),
+        (history_to_json(POOL).replace(b'"blocks": 10', b'"blocks": -5'), "blocks is -5; it must be 1 to 4096"),
+        (history_to_json(CACHE).replace(b'"decode": 1', b'"decode": 0'), "decode is 0; it must be 1 to 8"),
+        (history_to_json(CACHE).replace(b'"block_tokens": 4', b'"block_tokens": 0'), "block_tokens of a group is 0"),
+        (history_to_json(replace(CACHE, ops=(Arrive(shared=10**6),))), "op 0: shared is 1000000"),
+        (history_to_json(replace(POOL, ops=(Find(text=99),))), "op 0: text is 99; it must be 0 to 7"),
     ],
 )
 def test_what_is_no_history_is_refused_with_a_reason(data: bytes, says: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ from kvspec.world import EVENTS, OFFLOADING_EVENTS, Outcome, World, make_adversa
 from strategies.machine import ADVERSARIES, supported
 from strategies.machines import MACHINES
 from strategies.simple import SimpleOffloadMachine
-from strategies.traffic import SEEDS, Mix, Traffic, mixes
+from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, mixes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -653,6 +654,21 @@ def test_scenario(name: str, target: Target) -> None:
     assert not scenario.never & outcome.reached.keys()
     assert scenario.stores in (None, outcome.stores)
     assert scenario.loads in (None, outcome.loads)
+
+
+def test_an_exception_at_the_start_of_an_engine_is_a_crash(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    source = compile("def refuse(*args, **named):\n    raise KeyError(7)", inspect.getfile(Manager), "exec")
+    names: dict[str, Any] = {}
+    exec(source, names)
+    monkeypatch.setattr(Manager, "__init__", names["refuse"])
+    world = World(target, EngineSetup(), "fair")
+    assert not world.alive
+    assert list(Traffic(chosen(Mix, MIXES, random.Random(1)), world).burst(1)) == []
+    (violation,) = world.finish().violations
+    assert (violation.law, violation.op) == ("CRASH-1", "start")
+    assert violation.frame == "v1/simple_kv_offload/manager.py:refuse"
 
 
 def test_every_event_is_reached_by_some_scenario() -> None:

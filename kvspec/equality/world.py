@@ -151,7 +151,7 @@ class EqualityWorld:
 
     def _end(self, law: str, message: str, kind: str, place: str) -> None:
         self.alive = False
-        self._outcome.violations.append(Violation(law, message, kind, place, max(0, len(self._ops) - 1)))
+        self._outcome.violations.append(Violation(law, message, kind, place, len(self._ops) - 1))
 
 
 def run_history(history: CoreHistory) -> Outcome:

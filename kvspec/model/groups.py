@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvspec.errors import refuse_outside
 from kvspec.model.clauses import clause
 
 
@@ -47,6 +48,11 @@ class Group:
     """Mamba: states are kept at the ends of chunks only (cache mode "align"), see ``states``."""
     spares: int = 0
     """With ``align``: blocks for the states after draft tokens."""
+
+    def __post_init__(self) -> None:
+        windowed = self.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)
+        refuse_outside("block_tokens of a group", self.block_tokens, 1, 4096)
+        refuse_outside(f"reach of a {self.kind.value} group", self.reach, 1 if windowed else 0, 65536)
 
     def __str__(self) -> str:
         reach = f" {self.reach}" if self.reach else ""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
+from kvspec.errors import refuse_outside
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
 from kvspec.ops import HISTORY_FORMAT
@@ -18,6 +19,29 @@ from kvspec.ops import HISTORY_FORMAT
 
 class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
     """A step of a history."""
+
+
+_LIMITS = {
+    "blocks": (1, 4096),
+    "hash_tokens": (1, 128),
+    "ratio": (1, 16),
+    "lookahead": (0, 16),
+    "decode": (1, 8),
+    "prefill": (1, 8),
+    "max_tokens": (1, 65536),
+    "in_flight_tokens": (1, 65536),
+    "watermark_percent": (0, 100),
+    "interval": (-1, 64),
+}
+"""Least and most of each number of a setup."""
+_NUMBER_MAX = 10_000
+"""No number of an op is larger, or smaller than its negative."""
+
+
+def _refuse_nonsense(setup: PoolSetup | CacheSetup) -> None:
+    for name, (least, most) in _LIMITS.items():
+        if name in setup.__struct_fields__:
+            refuse_outside(name, getattr(setup, name), least, most)
 
 
 class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="pool"):
@@ -33,6 +57,9 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     events: bool = True
     avoids_known: bool = True
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
 
 
 class Allocate(CoarseOp, frozen=True, tag="allocate"):
@@ -206,6 +233,10 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """EAGLE without a group that is marked: then every group drops a block."""
     avoids_known: bool = True
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+        refuse_outside("the number of groups", len(self.groups), 1, 8)
 
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
@@ -417,4 +448,7 @@ def core_history_from_json(data: bytes) -> CoreHistory:
     for i, op in enumerate(history.ops):
         if not isinstance(op, allowed):
             raise ValueError(f"op {i}: a {type(history.setup).__name__} has no {type(op).__name__}")
+        for name, limits in RANGES[type(op)].items():
+            picks = name in ("text", "group", "groups")
+            refuse_outside(f"op {i}: {name}", getattr(op, name), *(limits if picks else (-_NUMBER_MAX, _NUMBER_MAX)))
     return history

@@ -468,6 +468,10 @@ class Profile:
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
 
 
+UNKNOWN = "dev"
+"""The release of a vLLM that doesn't say which it is, such as a checkout that was never built."""
+
+
 class AssumedProfileWarning(UserWarning):
     """The release is not one whose code was read; the model assumes that it is like the nearest older one."""
 
@@ -484,9 +488,9 @@ def profile_for(release: str) -> Profile:
     """Return the profile of a release.
 
     A release that isn't in ``RELEASES`` gets the profile of the nearest older one, with an
-    AssumedProfileWarning that says so. ValueError if it is older than all of them.
+    AssumedProfileWarning that says so; UNKNOWN is taken for a newer one. ValueError if it is older than all of them.
     """
-    numbers = parse(release)
+    numbers = parse(RELEASES[-1] if release == UNKNOWN else release)
     if numbers < parse(RELEASES[0]):
         raise ValueError(f"the oldest release that the model covers is {RELEASES[0]}, not {release}")
     nearest = [known for known in RELEASES if parse(known) <= numbers][-1]

@@ -137,11 +137,12 @@ class Figures:
     def _lost(self, lost: list[Row]) -> str:
         missing = [event for event in self.events if not any(row.effort.reached.get(event) for row in lost)]
         histories = sum(row.effort.histories for row in lost)
+        seeds = f"{len(lost)} seed{'s' * (len(lost) != 1)}"
         if missing:
-            return f"never reached {', '.join(missing)} in {histories} histories of {len(lost)} seeds"
+            return f"never reached {', '.join(missing)} in {histories} histories of {seeds}"
         others = sorted({law for row in lost for law in row.seen})
         broken = f"; broken were {', '.join(others)}" if others else ""
-        return f"{histories} histories of {len(lost)} seeds, what is required reached, and {self.law} unbroken{broken}"
+        return f"{histories} histories of {seeds}, what is required reached, and {self.law} unbroken{broken}"
 
 
 class Line(NamedTuple):

@@ -92,6 +92,8 @@ class Terminal:
             case WorkerReady():
                 self._search_since_s = self._search_since_s or time.monotonic()
                 self._bar.update(self._task, description="searching", total=self._total)
+                if event.note and event.job == 0:
+                    self._say(Text(f"note: {event.note}", "yellow"))
             case Progress():
                 self._progress(event)
             case Minimising():

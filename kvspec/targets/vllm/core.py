@@ -11,9 +11,12 @@ import functools
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvspec.model.profile import UNKNOWN
 
 RawHash = bytes
 RawEvent = tuple[Any, ...]
@@ -40,10 +43,11 @@ class PoolState(NamedTuple):
 
 @functools.cache
 def release() -> str:
-    """Return the version of the vLLM that is importable."""
-    from importlib.metadata import version
+    """Return what the importable vLLM says of its version; ``dev`` if it doesn't."""
+    import vllm
 
-    return version("vllm")
+    said = str(getattr(vllm, "__version__", ""))
+    return said if re.match(r"\d+\.\d+", said) else UNKNOWN
 
 
 def own_files() -> tuple[str, ...]:
