@@ -309,7 +309,7 @@ class Workers:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvspec-")
         self.directory = self._temporary.name
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it goes on
                 self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
