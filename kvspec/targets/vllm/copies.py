@@ -16,6 +16,7 @@ import torch
 from kvspec.device.cuda_names import current_device
 from kvspec.device.protocol import CopySpan, SrcAccessOrder
 from kvspec.device.simulated import DeviceFault
+from kvspec.errors import KvspecError
 
 _tensor_to = torch.Tensor.to
 _zeros = torch.zeros
@@ -58,7 +59,9 @@ def tensor_to(self: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
     if args != ("cuda",):
         return _tensor_to(self, *args, **more)
     if not more.get("non_blocking"):
-        raise NotImplementedError("a blocking copy of a tensor to the GPU isn't simulated")
+        raise KvspecError(
+            "The target waits for a copy to the GPU, which the simulated device doesn't have yet."
+        )
     on_device = torch.empty_like(self)
 
     def upload() -> None:
