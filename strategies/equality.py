@@ -23,6 +23,7 @@ from kvspec.model.profile import Profile, profile_for
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome
+from strategies.machine import hand_over
 from strategies.traffic import SEEDS
 
 BURST_OPS = 20
@@ -92,11 +93,7 @@ class EqualityMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.world is None:
             return
-        outcome = self.world.finish()
-        if self.sink is not None:
-            self.sink(self.world, outcome)
-        elif outcome.violations:
-            raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
+        hand_over(self.world, self.sink)
 
 
 def machine_of(name: str) -> type[EqualityMachine]:

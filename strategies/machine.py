@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -55,6 +55,15 @@ class Sink(Protocol):
     def __call__(self, world: World, outcome: Outcome) -> None: ...
 
 
+def hand_over(world: Any, sink: Callable[[Any, Outcome], None] | None) -> None:
+    """End a world and give it to the sink; without one, fail with what it has shown."""
+    outcome = world.finish()
+    if sink is not None:
+        sink(world, outcome)
+    elif outcome.violations:
+        raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
+
+
 class OffloadMachine(RuleBasedStateMachine):
     """Bursts of traffic on one engine. A machine of a connector says which engines, and what must be reached."""
 
@@ -98,8 +107,4 @@ class OffloadMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.world is None:
             return
-        outcome = self.world.finish()
-        if self.sink is not None:
-            self.sink(self.world, outcome)
-        elif outcome.violations:
-            raise AssertionError("\n".join(f"{v.law}: {v.message}" for v in outcome.violations))
+        hand_over(self.world, self.sink)
