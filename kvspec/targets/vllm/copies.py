@@ -59,9 +59,7 @@ def tensor_to(self: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
     if args != ("cuda",):
         return _tensor_to(self, *args, **more)
     if not more.get("non_blocking"):
-        raise KvspecError(
-            "The target waits for a copy to the GPU, which the simulated device doesn't have yet."
-        )
+        raise KvspecError("The target waits for a copy to the GPU, which the simulated device doesn't have yet.")
     on_device = torch.empty_like(self)
 
     def upload() -> None:
