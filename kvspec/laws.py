@@ -89,6 +89,11 @@ INDEX = _law(
     "A key that can be hit in the CPU tier stands for a block whose bytes are those of its prefix, on every rank.",
     "The next request with that prefix will load them.",
 )
+STORED = _law(
+    "STORED-1",
+    "An eager CPU tier that has room stores each full block of a request that ends, if it can be hit on the GPU.",
+    "A prefix that was never stored is computed again, and nobody notices.",
+)
 GPU_INDEX = _law(
     "INDEX-2",
     "Once all has run, a key that can be hit on the GPU stands for a block with its prefix's bytes, on every rank.",
@@ -159,6 +164,12 @@ def stores_were_started(unstarted: int) -> Iterator[str]:
     """PROGRESS-1, of an engine that has just gone idle."""
     if unstarted:
         yield f"idle, but {unstarted} planned stores were never begun: the engine waits for its next request"
+
+
+def blocks_were_stored(missing: Iterable[bytes], name: Callable[[bytes], str]) -> Iterator[str]:
+    """STORED-1. ``missing``: keys that the CPU tier should have had."""
+    if left := sorted(name(key) for key in missing):
+        yield f"idle, and the CPU tier, which had room, never had: {', '.join(left)}"
 
 
 def copy_is_owned(

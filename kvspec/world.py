@@ -144,6 +144,9 @@ class World:
         self._reset_victims: set[str] = set()
         self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
+        self._cpu_keys: set[bytes] = set()
+        self._to_be_stored: dict[bytes, str] = {}
+        self._shortages: dict[str, int] = {}
         self._seen: set[tuple[str, str, str]] = set()
         self._tables: dict[str, set[int]] = {}
         self._engine: Engine
@@ -156,9 +159,9 @@ class World:
 
     def _start(self, setup: EngineSetup) -> None:
         """Start the engine. SetupRefused: the target doesn't run the setup; anything else that it raises is a crash."""
+        self._reach_kind(setup)
         self._engine = self._target.start(setup, self._adversary, self)
         self.longest_request = self._engine.longest_request
-        self._reach_kind(setup)
 
     def _reach_kind(self, setup: EngineSetup) -> None:
         if setup.context_ranks > 1:
@@ -248,9 +251,12 @@ class World:
                 self._reach("connector reset")
         else:
             self._reach("reset refused")
+        self._shortages = dict.fromkeys(self.live(), -1)
+        self._to_be_stored.clear()
         if op.connector:
             self._connector_reset = True
             self._cpu_index = dict(self._engine.cpu_index())
+            self._cpu_keys = set(self._cpu_index)
 
     def _settle(self, steps: int) -> None:
         """A device that makes progress, and an engine that steps until it is idle."""
@@ -299,6 +305,7 @@ class World:
             return
         if self._cpu_index.keys() - index.keys():
             self._reach("CPU eviction")
+        self._cpu_keys |= index.keys()
         for key, block in index.items():
             if self._cpu_index.get(key) != block:
                 self._break(laws.INDEX, self._bytes_are_wrong(key, block, "CPU", self._engine.cpu_tags))
@@ -337,6 +344,7 @@ class World:
     def allocated(self, request: str, external_tokens: int) -> None:
         self._lookups_open.discard(request)
         self._admitted.add(request)
+        self._shortages.setdefault(request, self._engine.cpu_shortages())
         if external_tokens <= 0:
             return
         self._reach("load")
@@ -385,6 +393,15 @@ class World:
             self._reach("stop token")
         if self._engine.blocks_in_stores()[0]:
             self._reach("finish with stores in flight")
+        if self._engine.stores_eagerly and self._engine.cpu_shortages() == self._shortages[request]:
+            self._note_full_blocks(request)
+
+    def _note_full_blocks(self, request: str) -> None:
+        """Note the keys that must get into the CPU tier."""
+        confirmed = self._engine.confirmed_tokens(request)
+        for block in self._engine.full_blocks(request):
+            place = "a running request" if block.stop <= confirmed else "the end of a request"
+            self._to_be_stored.setdefault(block.key, place)
 
     def copied(self, block: CopiedBlock) -> None:
         gpu_refs, cpu_refs = self._engine.copy_refs(block)
@@ -446,7 +463,13 @@ class World:
         for pool, excused in zip(self._engine.pools(), in_transfer, strict=True):
             self._break(laws.RELEASE, laws.nothing_is_held(pool, excused), place=pool.name)
         if not asleep:
+            self._check_stored()
             self._break(laws.RELEASE, laws.nothing_is_kept(self._engine.kept()), place="bookkeeping")
+
+    def _check_stored(self) -> None:
+        for place in sorted(set(self._to_be_stored.values())):
+            missing = [key for key, of in self._to_be_stored.items() if of == place and key not in self._cpu_keys]
+            self._break(laws.STORED, laws.blocks_were_stored(missing, self._engine.describe_key), place=place)
 
     def _run_to_idle(self) -> None:
         """Step until the engine is idle and the device has run dry; a violation of PROGRESS-1 if it never is."""

@@ -315,6 +315,16 @@ def test_empty_maps_keep_nothing_and_others_are_named_with_their_size() -> None:
     ]
 
 
+# STORED-1 -------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_were_never_stored_are_told_by_the_names_of_their_keys() -> None:
+    assert not list(laws.blocks_were_stored([], bytes.decode))
+    assert list(laws.blocks_were_stored([b"b", b"a"], bytes.decode)) == [
+        "idle, and the CPU tier, which had room, never had: a, b"
+    ]
+
+
 # EVENT-1 --------------------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +371,7 @@ def test_events_that_do_not_give_the_index_are_told_by_the_names_of_the_keys(
         lambda: laws.pool_is_conserved(PoolView("GPU", [1, 0, 3], [], 1, 0)),
         lambda: laws.nothing_is_held(PoolView("GPU", [1, 2], [], 0, 0)),
         lambda: laws.nothing_is_kept({"loads": 1}),
+        lambda: laws.blocks_were_stored([b"a"], bytes.decode),
         lambda: laws.copy_is_owned(0, -1, 0, 0, False, 0),
         lambda: laws.copy_is_owned(1, 1, 0, 0, False, 0),
         lambda: laws.report_is_due(Counter(), ["a", "b"], 0),

@@ -29,6 +29,7 @@ ONE_PER_LAW = {
     "CONSERVE-1": "touch_leaves_a_block_in_the_free_queue",
     "OWN-1": "loads_do_not_pin_cpu_blocks",
     "INDEX-1": "stores_swap_their_destinations",
+    "STORED-1": "the_end_of_a_request_stores_nothing",
     "INDEX-2": "loads_swap_their_destinations",
     "RELEASE-1": "a_completed_store_keeps_its_gpu_blocks",
     "REFUSE-1": "reset_always_refuses",

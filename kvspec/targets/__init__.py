@@ -43,6 +43,14 @@ class CopiedBlock(NamedTuple):
     """The number of the transfer that it is part of, if the connector has such numbers."""
 
 
+class FullBlock(NamedTuple):
+    """A block of a request that is full of computed tokens."""
+
+    key: bytes
+    stop: int
+    """The position behind its last token."""
+
+
 class Probe(Protocol):
     """What a world wants to hear while the target runs."""
 
@@ -88,6 +96,8 @@ class Engine(Protocol):
     """Whether the engine keeps stepping until its transfers have ended."""
     cpu_null_block: int | None
     """The CPU block that no copy may touch, if there is one."""
+    stores_eagerly: bool
+    """Whether every block is stored in the CPU tier as soon as it is full, if there is room."""
     longest_request: int
     """Tokens, prompt and output, of the longest request that it can run."""
 
@@ -119,6 +129,17 @@ class Engine(Protocol):
         """Return how many hold the GPU block and the CPU block of a copy, at the moment at which it executes."""
 
     def kept(self) -> Mapping[str, int]: ...
+    def cpu_shortages(self) -> int:
+        """Return how often, so far, no CPU block was left for another store."""
+
+    def full_blocks(self, request: str) -> list[FullBlock]:
+        """Return those full blocks of a request that has just ended which can be hit on the GPU, and which attention
+        would read to go on.
+        """
+
+    def confirmed_tokens(self, request: str) -> int:
+        """Return how many tokens of a request were known to be computed when it was scheduled last."""
+
     def cpu_index(self) -> Mapping[bytes, int]: ...
     def gpu_index(self) -> Mapping[bytes, int]: ...
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:

@@ -356,7 +356,25 @@ def a_full_cpu_pool_is_noticed_one_block_too_late(patch: Patch) -> None:
         try:
             return real(self, *args)
         finally:
-            del pool.get_num_free_blocks
+            pool.get_num_free_blocks = count
+
+    patch.setattr(Manager, "_select_eager_blocks_to_store", select)
+
+
+def the_end_of_a_request_stores_nothing(patch: Patch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    patch.setattr(Manager, "_queue_finished_eager_store", lambda self, request, block_ids: None)
+
+
+def the_store_cursor_passes_a_block_more(patch: Patch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager._select_eager_blocks_to_store
+
+    def select(self: Any, state: Any, *args: Any) -> Any:
+        blocks, advanced, meta = real(self, state, *args)
+        return blocks, [count + bool(count) for count in advanced], meta
 
     patch.setattr(Manager, "_select_eager_blocks_to_store", select)
 
@@ -660,6 +678,18 @@ DEFECTS = dict(
             "SHADOW-1",
             keys_leave_out_what_came_before,
             "The key of a block says nothing of the blocks before it.",
+        ),
+        _simple(
+            "index",
+            "STORED-1",
+            the_end_of_a_request_stores_nothing,
+            "What is full when a request ends isn't stored, unless a step of it follows.",
+        ),
+        _simple(
+            "index",
+            "STORED-1",
+            the_store_cursor_passes_a_block_more,
+            "Behind stored blocks the cursor passes one more.",
         ),
         _simple("index", "SHADOW-1", keys_leave_out_the_salt, "Requests with different cache salts share keys."),
         _simple(

@@ -28,6 +28,8 @@ from kvspec.targets.vllm import config
 
 HASH_BYTES = 32
 """Of one block hash: SHA-256."""
+KEY_BYTES = HASH_BYTES + 4
+"""Of a key of a block pool: the hash of the block's last tokens, and the number of the group."""
 
 
 class VllmEngine:
@@ -51,6 +53,7 @@ class VllmEngine:
         self.texts: dict[str, Text] = {}
         self.origins = Origins()
         self._hashed: dict[bytes, tuple[str, int]] = {}
+        self._requests: dict[str, Any] = {}
         self._enter_process = _process_enterer()
         self.vllm_config = config.vllm_config(setup, connector, connector_config)
         self.kv_cache_config = config.kv_cache_config(setup)
@@ -175,7 +178,7 @@ class VllmEngine:
             prompt_logprobs=None if fields["reads_cache"] else 1,
         )
         self.texts[name] = Text.of_prompt(name, prompt, fields["salt"], self.origins)
-        return Request(
+        self._requests[name] = Request(
             name,
             prompt,
             sampling,
@@ -186,6 +189,7 @@ class VllmEngine:
             block_hasher=self._block_hasher(),
             **_old_request_arguments(),
         )
+        return self._requests[name]
 
     def _block_hasher(self) -> Callable[[Any], list[Any]]:
         """Return the target's block hasher, which also notes what each hash stands for."""
@@ -219,10 +223,25 @@ class VllmEngine:
         None if it is nobody's."""
         return self.tags_of_hash(key[:-4], self.layouts[group_of(key)].span)
 
+    def stops_of_full_blocks(self, name: str) -> dict[bytes, int]:
+        """Return where each full block that a request's table holds stops, in tokens, by the last bytes of its key.
+
+        The last token that was sampled was never computed; a step that was scheduled ahead has moved the windows on.
+        """
+        request = self._requests[name]
+        stops = {}
+        for group, layout in enumerate(self.layouts):
+            left = request.num_tokens - layout.reach + 1 if layout.reach else 0
+            for stop in range(layout.span, request.num_tokens, layout.span):
+                if stop > left:
+                    last = request.block_hashes[stop // self.hash_block_size - 1]
+                    stops[last[-HASH_BYTES:] + group.to_bytes(4, "big")] = stop
+        return stops
+
     def describe_key(self, key: bytes) -> str:
         """Say in words which block a key stands for."""
         group = f" in group {group_of(key)}" if len(self.layouts) > 1 else ""
-        noted = self._hashed.get(key[-4 - HASH_BYTES : -4])
+        noted = self._hashed.get(key[-KEY_BYTES:-4])
         if noted is None:
             return f"hash {key[:-4].hex()[:12]}{group}"
         request, i = noted

@@ -18,9 +18,9 @@ from kvspec.device.simulated import Executed
 from kvspec.engine.shadow import Batch
 from kvspec.laws import PoolView
 from kvspec.ops import Add, EngineSetup
-from kvspec.targets import CopiedBlock, Plan, Probe, ResetAnswer
+from kvspec.targets import CopiedBlock, FullBlock, Plan, Probe, ResetAnswer
 from kvspec.targets.vllm.config import longest_request
-from kvspec.targets.vllm.engine import VllmEngine, group_of
+from kvspec.targets.vllm.engine import KEY_BYTES, VllmEngine, group_of
 
 _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
 
@@ -39,6 +39,10 @@ class Tier(Protocol):
     polls_when_idle: bool
     null_block: int | None
     """The CPU block that is never used, if there is one."""
+    stores_eagerly: bool
+    """Whether every block is stored as soon as it is full, if there is room."""
+    shortages: int
+    """How often no block was left for another store."""
 
     def allocated(self, request: str, external_tokens: int) -> None:
         """The scheduler has allocated blocks for a request."""
@@ -92,11 +96,13 @@ class ObservedEngine:
         self.actors = self._vllm.actors
         self.polls_when_idle = self._tier.polls_when_idle
         self.cpu_null_block = self._tier.null_block
+        self.stores_eagerly = self._tier.stores_eagerly
         self.longest_request = longest_request(setup)
         self._connector = self._vllm.connector
         self._scheduler = self._vllm.scheduler
         self._gpu_pool = self._scheduler.kv_cache_manager.block_pool
         self._loads_due: set[str] = set()
+        self._confirmed: dict[str, int] = {}
         self._events: dict[str, Counter[bytes]] = {"GPU": Counter(), "CPU": Counter()}
         self._received: Counter[str] = Counter()
         self._reset_answer: Any = None
@@ -127,6 +133,9 @@ class ObservedEngine:
             probe.allocated(request.request_id, external)
 
         def build_connector_meta(output: Any) -> Any:
+            for name in output.num_scheduled_tokens:
+                request = self._scheduler.requests[name]
+                self._confirmed[name] = request.num_computed_tokens - request.num_output_placeholders
             metadata = build(output)
             probe.scheduled(_plan(output, tier.planned(output, metadata)))
             return metadata
@@ -286,6 +295,16 @@ class ObservedEngine:
 
     def kept(self) -> Mapping[str, int]:
         return {**self._tier.kept(), "scheduler.requests": len(self._scheduler.requests)}
+
+    def cpu_shortages(self) -> int:
+        return self._tier.shortages
+
+    def full_blocks(self, request: str) -> list[FullBlock]:
+        stops = self._vllm.stops_of_full_blocks(request)
+        return [FullBlock(key, stops[key[-KEY_BYTES:]]) for key in self.gpu_index() if key[-KEY_BYTES:] in stops]
+
+    def confirmed_tokens(self, request: str) -> int:
+        return self._confirmed.get(request, 0)
 
     def cpu_index(self) -> Mapping[bytes, int]:
         return self._tier.index()

@@ -275,6 +275,8 @@ class OffloadingTier:
 
     null_block: int | None = None
     polls_when_idle = True
+    stores_eagerly = False  # STORE-1 to STORE-15 of the model say what it stores
+    shortages = 0
     """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:

@@ -109,9 +109,28 @@ class SimpleOffloadTier:
         self._manager = vllm.connector.scheduler_manager
         self._pool = self._manager.cpu_block_pool
         self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.30 and later
+        self.stores_eagerly = not vllm.setup.lazy
+        self.shortages = 0
         self._stores_due: Counter[int] = Counter()
         self._store_blocks: dict[int, tuple[list[int], list[int]]] = {}
         self._views = [_view_memory(rank.connector) for rank in vllm.ranks]
+        self._count_shortages()
+
+    def _count_shortages(self) -> None:
+        """Wrap what a store asks of the pool: is anything free, and then to get it."""
+        pool, count_free, allocate = self._pool, self._pool.get_num_free_blocks, self._pool.get_new_blocks
+
+        def get_num_free_blocks() -> int:
+            free: int = count_free()
+            self.shortages += free == 0
+            return free
+
+        def get_new_blocks(count: int) -> Any:
+            blocks = allocate(count)
+            self.shortages += count_free() == 0
+            return blocks
+
+        pool.get_num_free_blocks, pool.get_new_blocks = get_num_free_blocks, get_new_blocks
 
     def allocated(self, request: str, external_tokens: int) -> None:
         pass
