@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from strategies.machine import Choices, OffloadMachine, setups
+from strategies.machine import SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
+    "shape": SHAPES,
     "gpu_blocks": (7, 9, 12),
     "cpu_blocks": (2, 4, 7, 16),
     "step_tokens": (6, 16, 48),
     "running_max": (2, 4),
     "async_scheduling": (False, True),
     "runner_v2": (False, True),
-    "ranks": (1, 1, 1, 2),
     "events": (False, True),
     "priority": (False, False, True),
     "blocks_per_chunk": (1, 1, 2, 3, 4),
@@ -30,6 +30,9 @@ class OffloadingMachine(OffloadMachine):
     setups = setups(SETUPS)
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
+            "context parallelism",
+            "several groups",
+            "unequal groups",
             "store",
             "load",
             "load finished",

@@ -124,7 +124,8 @@ class Engine(Protocol):
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
         """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key.
 
-        They are the block's first tags, if the key stands for its beginning only.
+        They are the block's first tags, if the key stands for its beginning only. Those that nothing can read, because a
+        window doesn't reach so far back, are masked.
         """
 
     def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
