@@ -95,6 +95,7 @@ class ShadowMismatch(NamedTuple):
     rank: int
     block: int
     found: str
+    group: int = 0
 
     def __str__(self) -> str:
         return (
@@ -381,6 +382,7 @@ class ShadowMemory:
                         rank=self.rank,
                         block=int(accesses.read_slots[begin + i]) // layout.block_tokens,
                         found=self.describe(int(found[index, begin + i]), self.layer(group, index)),
+                        group=group,
                     )
                 )
             begin += tokens

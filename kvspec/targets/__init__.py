@@ -136,6 +136,9 @@ class Engine(Protocol):
         """Say what a tag is that was read from the ``index``-th layer of a key's group."""
 
     def describe_key(self, key: bytes) -> str: ...
+    def group_of(self, key: bytes) -> int:
+        """Return the attention group that a key's block belongs to."""
+
     def events(self, tier: str) -> Mapping[bytes, int] | None: ...
     def state(self) -> str: ...
     def waiting_requests(self) -> list[str]: ...
@@ -162,6 +165,7 @@ class Target(Protocol):
 TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
     "vllm-offloading": "vLLM's OffloadingConnector with its CPU manager (LRU, ARC), likewise",
+    "vllm-multi": "vLLM's MultiConnector of two of these connectors, likewise",
     "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
 }
 
@@ -194,6 +198,10 @@ def load_target(name: str) -> Target:
         from kvspec.targets.vllm.offloading import OffloadingTarget
 
         return OffloadingTarget(name)
+    if target == "vllm-multi":
+        from kvspec.targets.vllm.multi import MultiTarget
+
+        return MultiTarget(name)
     from kvspec.targets.vllm.simple import SimpleOffloadTarget
 
     return SimpleOffloadTarget(name)

@@ -304,11 +304,14 @@ class ObservedEngine:
 
     def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory
-        # A chunk's key has a suffix; the last four bytes of any other are a group's number, which it can't be.
-        return memory.describe(tag, memory.layer(group_of(key.removesuffix(b"chunk")), index))
+        return memory.describe(tag, memory.layer(self.group_of(key), index))
 
     def describe_key(self, key: bytes) -> str:
         return self._tier.describe_key(key)
+
+    def group_of(self, key: bytes) -> int:
+        # A chunk's key has a suffix; the last four bytes of any other are a group's number, which it can't be.
+        return group_of(key.removesuffix(b"chunk"))
 
     def events(self, tier: str) -> Mapping[bytes, int] | None:
         if not self._setup.events:

@@ -174,11 +174,15 @@ class OffloadingTarget:
         """Return what makes a shared region and remembers it.
 
         Several workers open the file before the first of them unlinks it; ours are made one after the other. So with
-        several ranks the file is there before the first, as if one more worker had won the race for it.
+        several ranks the file is there before the first, as if one more worker had won the race for it. Where workers
+        wait for each other before they unlink it (0.29 and later), a second connector of the engine has another file.
         """
 
         def make(*, engine_id: str, **more: Any) -> Any:
             device = current_device()
+            earlier = sum(other is device for other, _ in self._regions)
+            if earlier and "barrier" in more:
+                engine_id = f"{engine_id}-{earlier}"
             path = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
             if self._ranks > 1 and device.rank == 0:
                 chunks, chunk_bytes = more.get("num_chunks"), more.get("kv_bytes_per_chunk")
@@ -224,13 +228,18 @@ class OffloadingTarget:
         if reason := self.refusal(setup):
             raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
 
-        def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
-            tier = OffloadingTier(vllm, probe)
-            self._open.append(tier)
-            return tier
+        self.expect(setup)
+        return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, self.make_tier)
 
+    def expect(self, setup: EngineSetup) -> None:
+        """Tell what engine is going to be started."""
         self._ranks = setup.world_size
-        return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, make_tier)
+
+    def make_tier(self, vllm: VllmEngine, probe: Probe) -> OffloadingTier:
+        """Observe a connector's CPU tier, until the memory of its workers is given back."""
+        tier = OffloadingTier(vllm, probe)
+        self._open.append(tier)
+        return tier
 
 
 @dataclass
@@ -448,6 +457,10 @@ class OffloadingTier:
             view.stored[block.cpu] = max(job.number, view.stored.get(block.cpu, -1))
         else:
             view.written[block.gpu] = (job.schedule, job.request)
+
+    def overwritten(self, block: CopiedBlock) -> None:
+        """Another connector's load has written a GPU block."""
+        self._ranks[block.rank].written[block.gpu] = (self._schedules, "")
 
     # Seeing -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,28 @@
+"""OffloadingConnector: after a reset, chunks of a window are stored from blocks that others have had for long.
+
+A block that has left the window is free; where one of these is given away, the connector forgets its id, if its chunk
+wasn't offered yet. After a reset of the connector's cache every chunk is offered again, those too whose ids were never
+forgotten. What others wrote is stored under the keys of the old request, and loaded for the next one.
+"""
+
+from plain_vllm import Engine
+
+engine = Engine(
+    gpu_blocks=14, cpu_blocks=16, step_tokens=16, connector="OffloadingConnector", blocks_per_chunk=2, window=6
+)
+connector = engine.scheduler.connector.connector_scheduler
+engine.add("A", list(range(13)), max_tokens=9)
+for _ in range(3):
+    engine.step()
+engine.add("B", list(range(100, 115)))
+engine.step()
+given = {block for group in engine.tables("B") for block in group}
+engine.scheduler.reset_prefix_cache(reset_connector=True)
+engine.step()
+stored = [job for job in engine.metadata.store_jobs.values() if job.req_id == "A"]
+for job in stored:
+    source = getattr(job, "src_spec", None) or job.transfer_spec[0]
+    print("stored for A:", source.block_ids.tolist(), "B's blocks:", sorted(given))
+    if given & set(source.block_ids.tolist()):
+        raise SystemExit("BUG: a block of B is stored under a key of A")
+print("fixed: nothing of B is stored for A")
