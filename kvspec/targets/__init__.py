@@ -124,8 +124,8 @@ class Engine(Protocol):
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
         """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key.
 
-        They are the block's first tags, if the key stands for its beginning only. Those that nothing can read, because a
-        window doesn't reach so far back, are masked.
+        They are the block's first tags, if the key stands for its beginning only. Those that nothing can read, because
+        a window doesn't reach so far back, are masked.
         """
 
     def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
@@ -139,7 +139,10 @@ class Engine(Protocol):
     def group_of(self, key: bytes) -> int:
         """Return the attention group that a key's block belongs to."""
 
-    def events(self, tier: str) -> Mapping[bytes, int] | None: ...
+    def events(self, tier: str) -> Mapping[bytes, int] | None:
+        """Return how often each key was stored, less how often removed, as the events of a tier tell; None if they
+        don't tell, or not of which group they are."""
+
     def state(self) -> str: ...
     def waiting_requests(self) -> list[str]: ...
 

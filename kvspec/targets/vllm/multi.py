@@ -10,7 +10,7 @@ Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/multi_connector.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, chain
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from kvspec.device.adversary import Adversary
 from kvspec.errors import SetupRefused
 from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
-from kvspec.targets import CopiedBlock, Probe
+from kvspec.targets import CopiedBlock, Probe, Target
 from kvspec.targets.vllm import offloading, simple
 from kvspec.targets.vllm.core import own_files
 from kvspec.targets.vllm.engine import VllmEngine, children
@@ -80,7 +80,7 @@ class MultiTarget:
 
         if "simple" in setup.backends and "bind_gpu_block_pool" not in MultiConnector.__dict__:
             return "up to 0.21 MultiConnector doesn't hand the GPU's block pool to SimpleCPUOffload"
-        targets = {"simple": self._simple, "offloading": self._offloading}
+        targets: dict[str, Target] = {"simple": self._simple, "offloading": self._offloading}
         refusals = (targets[backend].refusal(setup) for backend in dict.fromkeys(setup.backends))
         return next((reason for reason in refusals if reason), None)
 
@@ -101,7 +101,7 @@ class MultiTarget:
 class MultiTier:
     """The CPU tiers of both backends, as one."""
 
-    def __init__(self, vllm: VllmEngine, probe: Probe, make_backend: Any) -> None:
+    def __init__(self, vllm: VllmEngine, probe: Probe, make_backend: Callable[[str, VllmEngine, Probe], Tier]) -> None:
         self._vllm = vllm
         self._probe = probe
         self._event_sources: dict[int, tuple[int, Any]] = {}
@@ -111,6 +111,7 @@ class MultiTier:
             make_backend(kind, _alone(vllm, i, setup), probe)
             for i, (kind, setup) in enumerate(zip(vllm.setup.backends, setups, strict=True))
         ]
+        self.events_name_groups = all(backend.events_name_groups for backend in self._backends)
         self.polls_when_idle = all(backend.polls_when_idle for backend in self._backends)
         nulls = [
             start + backend.null_block
@@ -139,9 +140,7 @@ class MultiTier:
             backend.allocated(request, external_tokens)
 
     def planned(self, output: Any, metadata: Any) -> Transfers:
-        plans = [
-            backend.planned(output, part) for backend, part in zip(self._backends, metadata.metadata, strict=True)
-        ]
+        plans = [backend.planned(output, part) for backend, part in zip(self._backends, metadata.metadata, strict=True)]
         if all(plan.stores for plan in plans):
             self._probe.saw("store by both backends")
         stores, loads, traces = zip(*plans, strict=True)

@@ -39,6 +39,8 @@ class Tier(Protocol):
     polls_when_idle: bool
     null_block: int | None
     """The CPU block that is never used, if there is one."""
+    events_name_groups: bool
+    """Whether CPU events say which attention group they are about."""
 
     def allocated(self, request: str, external_tokens: int) -> None:
         """The scheduler has allocated blocks for a request."""
@@ -314,7 +316,8 @@ class ObservedEngine:
         return group_of(key.removesuffix(b"chunk"))
 
     def events(self, tier: str) -> Mapping[bytes, int] | None:
-        if not self._setup.events:
+        names_groups = tier == "GPU" or len(self._setup.groups) == 1 or self._tier.events_name_groups
+        if not (self._setup.events and names_groups):
             return None
         if tier == "CPU":
             self._replay(tier, self._tier.drain_events())

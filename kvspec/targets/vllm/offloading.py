@@ -42,6 +42,8 @@ from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, key
 
 CONNECTOR = "OffloadingConnector"
 
+_CONNECTOR_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
 KERNEL_COPIES_MIN = 4
 """Copies from which a load is a kernel's: 16 in vLLM, which a single block of a model with 16 layers reaches; ours
 has two."""
@@ -317,6 +319,7 @@ class OffloadingTier:
         self._let_go_stores: list[_Job] = []
         self._jobs: dict[int, _Job] = {}
         self._preempted: set[str] = set()
+        self.events_name_groups = bool(_import_any(f"{_CONNECTOR_PACKAGE}.events"))  # 0.24 and later
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
