@@ -483,7 +483,8 @@ class World:
     def _stuck(self, how: str) -> None:
         requests = self._engine.waiting_requests()
         if requests:
-            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}")
+            place = "several groups" if len(self._setup.groups) > 1 else ""
+            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
             awake = sorted(name for name, count in self._engine.kept().items() if count)
             self._die(

@@ -216,12 +216,17 @@ class OffloadingTarget:
         self._files.clear()
 
     def refusal(self, setup: EngineSetup) -> str | None:
-        """What this target doesn't run yet, besides what the release refuses."""
+        """Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); vLLM 0.21.0 and 0.26.0, v1/kv_offload/base.py and
+        distributed/kv_transfer/kv_connector/v1/offloading/config.py (build_offloading_config).
+        """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-        if len(setup.groups) > 1 and not issubclass(OffloadingConnector, SupportsHMA):
-            return "up to 0.20 OffloadingConnector has one group only"
+        if not issubclass(OffloadingConnector, SupportsHMA):
+            if len(setup.groups) > 1:
+                return "up to 0.20 OffloadingConnector has one group only"
+            if setup.context_ranks > 1:
+                return "up to 0.20 OffloadingConnector doesn't count the ranks that share a block"
         if setup.blocks_per_chunk > 1 and not _counts_blocks() and not _chunk_tokens(setup):
             return "up to 0.25 chunks of several blocks need groups with blocks of equal sizes"
         return refusal(setup)
