@@ -216,7 +216,7 @@ class OffloadingTarget:
         self._files.clear()
 
     def refusal(self, setup: EngineSetup) -> str | None:
-        """Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); vLLM 0.21.0 and 0.26.0, v1/kv_offload/base.py and
+        """Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); 0.21.0, v1/kv_offload/base.py, and 0.26.0,
         distributed/kv_transfer/kv_connector/v1/offloading/config.py (build_offloading_config).
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
