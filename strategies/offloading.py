@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from strategies.machine import SHAPES, Choices, OffloadMachine, setups
+from kvspec.ops import AttentionGroup
+from strategies.machine import FULL, SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
-    "shape": SHAPES,
+    "shape": (*SHAPES, {"groups": (FULL, AttentionGroup("sliding-window", reach=8))}),
     "gpu_blocks": (7, 9, 12),
     "cpu_blocks": (2, 4, 7, 16),
     "step_tokens": (6, 16, 48),
@@ -20,7 +21,7 @@ SETUPS: Choices = {
     "eviction": ("lru", "arc"),
     "prompt_only": (False, True),
 }
-"""Small engines: few chunks, of one to four blocks."""
+"""Small engines: few chunks, of one to four blocks; also a window that is a multiple of them, as in most models."""
 
 
 class OffloadingMachine(OffloadMachine):
@@ -32,7 +33,6 @@ class OffloadingMachine(OffloadMachine):
         {
             "context parallelism",
             "several groups",
-            "unequal groups",
             "store",
             "load",
             "load finished",

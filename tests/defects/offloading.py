@@ -162,32 +162,6 @@ def loads_mix_up_groups(patch: Patch) -> None:
     patch.setattr(Worker, "submit_load", submit_load)
 
 
-def a_store_counts_a_group_short(patch: Patch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
-
-    real = Worker.submit_store
-
-    def submit_store(self: Any, job_id: int, source: Any, destination: Any) -> Any:
-        sizes = source.group_sizes
-        if len(sizes) > 1 and sizes[0] > 1 and sizes[1]:
-            source.group_sizes = [sizes[0] - 1, sizes[1] + 1, *sizes[2:]]
-        return real(self, job_id, source, destination)
-
-    patch.setattr(Worker, "submit_store", submit_store)
-
-
-def windows_are_a_chunk_too_short(patch: Patch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
-
-    real = config.get_sliding_window_size_in_chunks
-
-    def size(spec: Any, tokens_per_chunk: int) -> int | None:
-        chunks = real(spec, tokens_per_chunk)
-        return None if chunks is None else max(1, chunks - 1)
-
-    patch.setattr(config, "get_sliding_window_size_in_chunks", size)
-
-
 _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     copies_do_not_wait_for_the_forward: ("ordering", "SHADOW-1", "Copies run beside the forward, and not after it."),
     loads_raise_at_their_end_from_the_second_on: ("index", "CRASH-1", "The end of a second load raises."),
@@ -212,16 +186,6 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     reset_always_refuses: ("reset", "REFUSE-1", "The connector never drops its cache."),
     removals_are_not_told: ("events", "EVENT-1", "No event says that a chunk was given up."),
     loads_mix_up_groups: ("groups", "SHADOW-1", "The blocks of one group are loaded from the chunks of another."),
-    a_store_counts_a_group_short: (
-        "groups",
-        "OWN-1",
-        "A store takes the last block of the first group for one of the second.",
-    ),
-    windows_are_a_chunk_too_short: (
-        "groups",
-        "SHADOW-1",
-        "A hit asks for one chunk of a window less than attention reads.",
-    ),
 }
 """Plant -> kind, law, sentence."""
 
