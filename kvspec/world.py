@@ -47,7 +47,9 @@ MULTI_EVENTS = {
 }
 """What only MultiConnector does."""
 
-EVENTS = (OFFLOADING_EVENTS | MULTI_EVENTS) | {
+EVENTS = {
+    **OFFLOADING_EVENTS,
+    **MULTI_EVENTS,
     "context parallelism": "the engine's ranks shared blocks or prompts",
     "several groups": "the engine had several attention groups",
     "unequal groups": "the engine's attention groups had blocks of unequal sizes",
