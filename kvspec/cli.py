@@ -126,6 +126,7 @@ def gate(
     Targets:
       vllm-simple            SimpleCPUOffloadConnector of the vLLM that `import vllm` finds from here
       vllm-offloading        OffloadingConnector, likewise
+      vllm-multi             MultiConnector of two of these connectors
       vllm-core              its block pool and KV cache manager, held to equality with the model
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)

@@ -27,6 +27,7 @@ _RANGES = {
 """Least and most of each number of a setup; beyond the most an engine takes more memory or time than it is worth."""
 GROUPS_MAX = 4
 GROUP_KINDS = ("full", "sliding-window")
+BACKENDS = (("offloading", "simple"), ("simple", "offloading"), ("offloading", "offloading"))
 
 
 def _tokens(count: int, kind: str = "") -> str:
@@ -96,12 +97,16 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interleave: int = 1
     """Tokens in a row that one context-parallel rank keeps before it is the next one's turn."""
     groups: tuple[AttentionGroup, ...] = (AttentionGroup(),)
+    backends: tuple[str, ...] = ("offloading", "simple")
+    """MultiConnector: its two connectors, in the order in which they are asked; ``offloading`` or ``simple``."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
             refuse_outside(name, getattr(self, name), least, most)
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise ValueError(f"there are {len(self.groups)} groups; there must be 1 to {GROUPS_MAX}")
+        if self.backends not in BACKENDS:
+            raise ValueError(f"backends are {self.backends}; there are {', '.join(map(str, BACKENDS))}")
         if self.ranks > 1 and self.context_ranks > 1:
             raise ValueError(
                 f"ranks is {self.ranks} and there are {self.context_ranks} context-parallel ranks; "

@@ -40,7 +40,16 @@ OFFLOADING_EVENTS = {
 }
 """What only OffloadingConnector does, or tells of."""
 
-EVENTS = OFFLOADING_EVENTS | {
+MULTI_EVENTS = {
+    "load by the first backend": "a load was started by the connector that is asked first",
+    "load by the second backend": "a load was started by the connector that is asked second",
+    "store by both backends": "in one schedule both connectors planned stores",
+}
+"""What only MultiConnector does."""
+
+EVENTS = {
+    **OFFLOADING_EVENTS,
+    **MULTI_EVENTS,
     "context parallelism": "the engine's ranks shared blocks or prompts",
     "several groups": "the engine had several attention groups",
     "unequal groups": "the engine's attention groups had blocks of unequal sizes",
@@ -308,8 +317,16 @@ class World:
         self._cpu_keys |= index.keys()
         for key, block in index.items():
             if self._cpu_index.get(key) != block:
-                self._break(laws.INDEX, self._bytes_are_wrong(key, block, "CPU", self._engine.cpu_tags))
+                found = self._bytes_are_wrong(key, block, "CPU", self._engine.cpu_tags)
+                self._break(laws.INDEX, found, place=self._place_of(self._engine.group_of(key)))
         self._cpu_index = index
+
+    def _place_of(self, group: int) -> str:
+        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a window's blocks."""
+        if self._setup.groups[group].kind == "full":
+            return ""
+        chunk, after = self._setup.blocks_per_chunk, self._connector_reset
+        return f"{self._setup.groups[group].kind}, {chunk} blocks a chunk{', after a reset' if after else ''}"
 
     def _bytes_are_wrong(
         self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]
@@ -414,7 +431,7 @@ class World:
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
-        self._break(laws.SHADOW, [str(mismatch)], op="step")
+        self._break(laws.SHADOW, [str(mismatch)], place=self._place_of(mismatch.group), op="step")
 
     def saw(self, event: str) -> None:
         self._reach(event)
@@ -448,7 +465,8 @@ class World:
         self._check_release()
         self._break(laws.LOAD, laws.reports_were_made(self._loads_due))
         for key, block in self._engine.gpu_index().items():
-            self._break(laws.GPU_INDEX, self._bytes_are_wrong(key, block, "GPU", self._engine.gpu_tags))
+            wrong = self._bytes_are_wrong(key, block, "GPU", self._engine.gpu_tags)
+            self._break(laws.GPU_INDEX, wrong, place=self._place_of(self._engine.group_of(key)))
         for tier, index in (("CPU", self._engine.cpu_index()), ("GPU", self._engine.gpu_index())):
             replayed = self._engine.events(tier)
             if replayed is not None:
@@ -490,7 +508,8 @@ class World:
     def _stuck(self, how: str) -> None:
         requests = self._engine.waiting_requests()
         if requests:
-            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}")
+            place = "several groups" if len(self._setup.groups) > 1 else ""
+            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
             awake = sorted(name for name, count in self._engine.kept().items() if count)
             self._die(

@@ -26,6 +26,26 @@ A value that is a mapping stands for several fields, whatever its name.
 """
 
 
+FULL = AttentionGroup()
+SHAPES: tuple[dict[str, Any], ...] = (
+    *[{}] * 10,
+    *[{"ranks": 2}] * 3,
+    {"decode_ranks": 2, "interleave": 2},
+    {"decode_ranks": 2, "block_size": 2},
+    {"decode_ranks": 4, "block_size": 2},
+    {"prefill_ranks": 2},
+    {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
+    {"groups": (FULL, AttentionGroup("sliding-window", reach=6))},
+    {"groups": (AttentionGroup("sliding-window", reach=5), FULL)},
+    {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))},
+    {"groups": (FULL, FULL, AttentionGroup("sliding-window", reach=9))},
+)
+"""Worlds of one rank, of tensor-parallel ranks, of context-parallel ones, and layers in several groups.
+
+Small blocks keep traffic comparable where ranks share them.
+"""
+
+
 def setup_of(**chosen: Any) -> EngineSetup:
     """Return the setup that some choices mean. The more groups, the larger the pools."""
     fields: dict[str, Any] = {}

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from strategies.machine import Choices, OffloadMachine, setups
+from kvspec.ops import AttentionGroup
+from strategies.machine import FULL, SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
+    "shape": (*SHAPES, {"groups": (FULL, AttentionGroup("sliding-window", reach=8))}),
     "gpu_blocks": (7, 9, 12),
     "cpu_blocks": (2, 4, 7, 16),
     "step_tokens": (6, 16, 48),
     "running_max": (2, 4),
     "async_scheduling": (False, True),
     "runner_v2": (False, True),
-    "ranks": (1, 1, 1, 2),
     "events": (False, True),
     "priority": (False, False, True),
     "blocks_per_chunk": (1, 1, 2, 3, 4),
     "eviction": ("lru", "arc"),
     "prompt_only": (False, True),
 }
-"""Small engines: few chunks, of one to four blocks."""
+"""Small engines: few chunks, of one to four blocks; also a window that is a multiple of them, as in most models."""
 
 
 class OffloadingMachine(OffloadMachine):
@@ -30,6 +31,8 @@ class OffloadingMachine(OffloadMachine):
     setups = setups(SETUPS)
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
+            "context parallelism",
+            "several groups",
             "store",
             "load",
             "load finished",

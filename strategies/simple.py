@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvspec.ops import AttentionGroup
-from strategies.machine import Choices, OffloadMachine, setups
-
-FULL = AttentionGroup()
-SHAPES: tuple[dict[str, Any], ...] = (
-    *[{}] * 10,
-    *[{"ranks": 2}] * 3,
-    {"decode_ranks": 2, "interleave": 2},
-    {"decode_ranks": 2, "block_size": 2},
-    {"decode_ranks": 4, "block_size": 2},
-    {"prefill_ranks": 2},
-    {"prefill_ranks": 2, "decode_ranks": 2, "block_size": 2, "interleave": 2},
-    {"groups": (FULL, AttentionGroup("sliding-window", reach=6))},
-    {"groups": (AttentionGroup("sliding-window", reach=5), FULL)},
-    {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))},
-    {"groups": (FULL, FULL, AttentionGroup("sliding-window", reach=9))},
-)
-"""Worlds of one rank, of tensor-parallel ranks, of context-parallel ones, and layers in several groups.
-
-Small blocks keep traffic comparable where ranks share them.
-"""
+from strategies.machine import SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
     "shape": SHAPES,

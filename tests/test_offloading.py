@@ -13,8 +13,9 @@ import pytest
 import torch
 from hunt import hunt
 
+from kvspec.defects import load_defects, planted
 from kvspec.device.adversary import FairAdversary, ReplayAdversary
-from kvspec.device.cuda_names import current_device, use
+from kvspec.device.cuda_names import use
 from kvspec.device.simulated import DeviceFault, SimulatedDevice
 from kvspec.laws import LAWS
 from kvspec.ops import Add, EngineSetup, Op, Reset, Settle, Step
@@ -42,170 +43,23 @@ def run(target: Target, setup: EngineSetup, *ops: Op) -> Outcome:
 
 # Planted defects ------------------------------------------------------------------------------------------------------
 
-
-def copies_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Handler
-
-    real = Handler.transfer_async
-
-    def transfer_async(self: Any, *args: Any) -> Any:
-        device = current_device()
-        stream = device.compute_stream
-        device.compute_stream = device.side_streams[0] if device.side_streams else device.new_stream("l")
-        try:
-            return real(self, *args)
-        finally:
-            device.compute_stream = stream
-
-    patch.setattr(Handler, "transfer_async", transfer_async)
-
-
-def loads_raise_at_their_end_from_the_second_on(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
-
-    real = Manager.complete_load
-
-    def complete_load(self: Any, *args: Any) -> None:
-        self.kvspec_loads = getattr(self, "kvspec_loads", 0) + 1
-        if self.kvspec_loads > 1:
-            raise KeyError("planted")
-        real(self, *args)
-
-    patch.setattr(Manager, "complete_load", complete_load)
-
-
-def copies_leave_their_pool(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu import gpu_worker
-
-    real = gpu_worker.compute_sub_block_ptrs
-    patch.setattr(gpu_worker, "compute_sub_block_ptrs", lambda ids, *args, **more: real(ids + 100, *args, **more))
-
-
-def a_finished_load_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker as Worker
-
-    patch.setattr(Worker, "get_finished", _reports(Worker.get_finished, lambda before, received: set()))
-
-
-def a_load_is_reported_twice(patch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker as Worker
-
-    patch.setattr(Worker, "get_finished", _reports(Worker.get_finished, lambda before, received: before | received))
-
-
-def _reports(real: Any, choose: Any) -> Any:
-    def get_finished(self: Any, finished_req_ids: set[str]) -> Any:
-        sent, received = real(self, finished_req_ids)
-        before, self.kvspec_before = getattr(self, "kvspec_before", set()), received
-        return sent, choose(before, received)
-
-    return get_finished
-
-
-def evicted_chunks_are_lost(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
-
-    def free_chunk(self: Any, chunk: Any) -> None:
-        self._num_allocated_chunks -= 1
-
-    patch.setattr(Manager, "_free_chunk", free_chunk)
-
-
-def a_flush_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
-
-    patch.setattr(Worker, "wait", lambda self, job_ids: None)
-
-
-def loads_do_not_pin_chunks(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
-
-    prepare, complete = Manager.prepare_load, Manager.complete_load
-
-    def prepare_load(self: Any, keys: Any, context: Any) -> Any:
-        spec = prepare(self, keys, context)
-        complete(self, keys, context)
-        return spec
-
-    patch.setattr(Manager, "prepare_load", prepare_load)
-    patch.setattr(Manager, "complete_load", lambda self, keys, context: None)
-
-
-def stores_swap_their_destinations(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
-
-    real = Worker.submit_store
-
-    def submit_store(self: Any, job_id: int, source: Any, destination: Any) -> Any:
-        destination.block_ids = destination.block_ids[::-1].copy()
-        return real(self, job_id, source, destination)
-
-    patch.setattr(Worker, "submit_store", submit_store)
-
-
-def loads_swap_their_destinations(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
-
-    real = Worker.submit_load
-
-    def submit_load(self: Any, job_id: int, source: Any, destination: Any, **more: Any) -> Any:
-        destination.block_ids = destination.block_ids[::-1].copy()
-        return real(self, job_id, source, destination, **more)
-
-    patch.setattr(Worker, "submit_load", submit_load)
-
-
-def a_finished_load_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
-
-    patch.setattr(Manager, "complete_load", lambda self, keys, context: None)
-
-
-def reset_always_refuses(patch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
-    patch.setattr(OffloadingConnector, "reset_cache", lambda self: False)
-
-
-def removals_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker as Tracker
-
-    patch.setattr(Tracker, "_take_removed_event", lambda self, event: ())
-
-
-def an_engine_does_not_wait_for_its_last_stores(patch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
-    patch.setattr(OffloadingConnector, "has_pending_push_work", lambda self: False)
-
-
 DEFECTS = {
-    copies_do_not_wait_for_the_forward: "SHADOW-1",
-    loads_raise_at_their_end_from_the_second_on: "CRASH-1",
-    copies_leave_their_pool: "DEVICE-1",
-    a_finished_load_is_forgotten: "PROGRESS-1",
-    an_engine_does_not_wait_for_its_last_stores: "PROGRESS-1",
-    a_load_is_reported_twice: "LOAD-1",
-    evicted_chunks_are_lost: "CONSERVE-1",
-    a_flush_waits_for_nothing: "OWN-1",
-    loads_do_not_pin_chunks: "OWN-1",
-    stores_swap_their_destinations: "INDEX-1",
-    loads_swap_their_destinations: "INDEX-2",
-    a_finished_load_keeps_its_pins: "RELEASE-1",
-    reset_always_refuses: "REFUSE-1",
-    removals_are_not_told: "EVENT-1",
+    name: defect
+    for name, defect in load_defects(Path(__file__).parent / "defects").items()
+    if defect.target == "vllm-offloading"
 }
 
 
 def test_every_law_has_a_defect_of_this_target() -> None:
-    assert set(DEFECTS.values()) == LAWS.keys()
+    assert {defect.law for defect in DEFECTS.values()} == LAWS.keys()
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_the_defect_breaks_its_law(defect: Any, offloading: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    defect(monkeypatch)
-    law = DEFECTS[defect]
-    catch = hunt(offloading, number=1, histories=HISTORIES, until=law, but_known=True)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_defect_breaks_its_law(name: str, offloading: Target) -> None:
+    law = DEFECTS[name].law
+    with planted(DEFECTS[name]):
+        where = "groups" if DEFECTS[name].kind == "groups" else "anywhere"
+        catch = hunt(offloading, number=1, histories=HISTORIES, until=law, but_known=True, where=where)
     assert law in catch.violations, f"{sorted(catch.violations)} broken in {catch.histories} histories"
 
 

@@ -12,7 +12,7 @@ a rank has a *shard* of each block's tokens: it writes those, and checks those.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,6 +95,7 @@ class ShadowMismatch(NamedTuple):
     rank: int
     block: int
     found: str
+    group: int = 0
 
     def __str__(self) -> str:
         return (
@@ -141,7 +142,7 @@ class Accesses(NamedTuple):
     """What a step's forward does to the layers of one group on the ranks of one shard.
 
     Slots index (block, offset) as block * block_tokens + offset. ``write_*`` have one entry per scheduled token that
-    the shard keeps, ``read_*`` one per position read; ``reads`` tells which stretch belongs to which row.
+    the shard keeps, ``read_*`` one per position read; ``reads`` and ``writes`` tell which stretch belongs to which row.
     """
 
     write_slots: np.ndarray
@@ -149,6 +150,8 @@ class Accesses(NamedTuple):
     read_slots: np.ndarray
     read_tags: np.ndarray
     reads: tuple[Reads, ...]
+    writes: tuple[int, ...]
+    """Tokens of each row that are written."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class _Gather:
         self._read_slots: list[np.ndarray] = []
         self._read_tags: list[np.ndarray] = []
         self._reads: list[Reads] = []
+        self._writes: list[int] = []
 
     def add(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
         """Add a row. ``slots``: of all that the shard keeps in the row's table; ``tags``: of positions 0 to stop."""
@@ -203,6 +207,7 @@ class _Gather:
         self._read_slots.append(read_slots)
         self._read_tags.append(read_tags)
         self._reads.append(Reads(first, len(read_slots)))
+        self._writes.append(len(write_slots))
 
     def done(self) -> Accesses:
         return Accesses(
@@ -211,6 +216,7 @@ class _Gather:
             _join(self._read_slots, np.int64),
             _join(self._read_tags, np.uint64),
             tuple(self._reads),
+            tuple(self._writes),
         )
 
 
@@ -337,8 +343,22 @@ class ShadowMemory:
 
     def forward(self, batch: Batch) -> None:
         """Write and read one step; report the first wrong position of each request."""
-        for group, by_shard in enumerate(batch.accesses):
-            self._attend(batch.rows, group, by_shard[self.shard if len(by_shard) > 1 else 0])
+        for group, accesses in enumerate(self._accesses(batch)):
+            self._attend(batch.rows, group, accesses)
+
+    def writes(self, batch: Batch) -> Iterator[tuple[str, list[int]]]:
+        """Yield (request, blocks) for each row and group of a step: what its forward writes in this memory."""
+        for layout, accesses in zip(self._layouts, self._accesses(batch), strict=True):
+            blocks = (accesses.write_slots // layout.block_tokens).tolist()
+            begin = 0
+            for row, tokens in zip(batch.rows, accesses.writes, strict=True):
+                yield row.request, blocks[begin : begin + tokens]
+                begin += tokens
+
+    def _accesses(self, batch: Batch) -> Iterator[Accesses]:
+        """Yield this rank's accesses in each group."""
+        for by_shard in batch.accesses:
+            yield by_shard[self.shard if len(by_shard) > 1 else 0]
 
     def _attend(self, rows: tuple[Scheduled, ...], group: int, accesses: Accesses) -> None:
         view, masks, layout = self._views[group], self._masks[group], self._layouts[group]
@@ -362,6 +382,7 @@ class ShadowMemory:
                         rank=self.rank,
                         block=int(accesses.read_slots[begin + i]) // layout.block_tokens,
                         found=self.describe(int(found[index, begin + i]), self.layer(group, index)),
+                        group=group,
                     )
                 )
             begin += tokens

@@ -145,7 +145,8 @@ class Engine(Protocol):
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
         """Return the tags of what a rank keeps of the block that a key stands for; None if no request has the key.
 
-        They are the block's first tags, if the key stands for its beginning only.
+        They are the block's first tags, if the key stands for its beginning only. Those that nothing can read, because
+        a window doesn't reach so far back, are masked.
         """
 
     def cpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
@@ -156,7 +157,13 @@ class Engine(Protocol):
         """Say what a tag is that was read from the ``index``-th layer of a key's group."""
 
     def describe_key(self, key: bytes) -> str: ...
-    def events(self, tier: str) -> Mapping[bytes, int] | None: ...
+    def group_of(self, key: bytes) -> int:
+        """Return the attention group that a key's block belongs to."""
+
+    def events(self, tier: str) -> Mapping[bytes, int] | None:
+        """Return how often each key was stored, less how often removed, as the events of a tier tell; None if they
+        don't tell, or not of which group they are."""
+
     def state(self) -> str: ...
     def waiting_requests(self) -> list[str]: ...
 
@@ -182,6 +189,7 @@ class Target(Protocol):
 TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
     "vllm-offloading": "vLLM's OffloadingConnector with its CPU manager (LRU, ARC), likewise",
+    "vllm-multi": "vLLM's MultiConnector of two of these connectors, likewise",
     "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
 }
 
@@ -214,6 +222,10 @@ def load_target(name: str) -> Target:
         from kvspec.targets.vllm.offloading import OffloadingTarget
 
         return OffloadingTarget(name)
+    if target == "vllm-multi":
+        from kvspec.targets.vllm.multi import MultiTarget
+
+        return MultiTarget(name)
     from kvspec.targets.vllm.simple import SimpleOffloadTarget
 
     return SimpleOffloadTarget(name)

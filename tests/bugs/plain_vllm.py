@@ -18,7 +18,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
@@ -43,7 +49,17 @@ MODEL = {
 class Engine:
     """Synchronous steps: schedule, report what the step before has transferred, update."""
 
-    def __init__(self, gpu_blocks, cpu_blocks, step_tokens, lazy=False, connector="SimpleCPUOffloadConnector"):
+    def __init__(
+        self,
+        gpu_blocks,
+        cpu_blocks,
+        step_tokens,
+        lazy=False,
+        connector="SimpleCPUOffloadConnector",
+        blocks_per_chunk=1,
+        window=None,
+        connectors=None,
+    ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
             self.config = config.VllmConfig(
@@ -70,19 +86,28 @@ class Engine:
                     kv_connector_extra_config={
                         "cpu_bytes_to_use": cpu_blocks * (PAGE_BYTES if "Simple" in connector else 4096),
                         "lazy_offload": lazy,
+                        "block_size": blocks_per_chunk * BLOCK_SIZE,
+                        **({"connectors": connectors} if connectors else {}),
                     },
                 ),
                 kv_events_config=config.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
                 device_config=config.DeviceConfig(device="cpu"),
             )
         self.config.cache_config.num_gpu_blocks = gpu_blocks
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype=torch.float16)
+        common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
+        specs = [FullAttentionSpec(**common)]
+        if window:
+            specs.append(SlidingWindowSpec(sliding_window=window, **common))
+        names = [f"layer{i}" for i in range(len(specs))]
         size = gpu_blocks * PAGE_BYTES
         if "layers" in KVCacheTensor.__dataclass_fields__:
-            tensor = KVCacheTensor(size=size, layers=["layer"], layer_stride=size, block_stride=PAGE_BYTES)
+            tensors = [
+                KVCacheTensor(size=size, layers=[name], layer_stride=size, block_stride=PAGE_BYTES) for name in names
+            ]
         else:
-            tensor = KVCacheTensor(size=size, shared_by=["layer"])
-        cache = KVCacheConfig(gpu_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
+            tensors = [KVCacheTensor(size=size, shared_by=names)]
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+        cache = KVCacheConfig(gpu_blocks, tensors, groups)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, self.config)
         self.scheduler = Scheduler(
             vllm_config=self.config,
@@ -106,11 +131,16 @@ class Engine:
         """Make one step; return (tokens scheduled per request, blocks or jobs stored, blocks or jobs loaded)."""
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, self.run(output))
-        metadata = output.kv_connector_metadata
+        self.metadata = metadata = output.kv_connector_metadata
         stored, loaded = "store_gpu_blocks", "load_gpu_blocks"
         if hasattr(metadata, "store_jobs"):
             stored, loaded = "store_jobs", "load_jobs"
         return dict(output.num_scheduled_tokens), len(getattr(metadata, stored)), len(getattr(metadata, loaded))
+
+    def tables(self, name):
+        """Return the block ids of a request, group by group, without the null block."""
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return [[block for block in group if block] for group in blocks]
 
     def run(self, output):
         """Stand for the worker: sample a token for each finished prompt, report the transfers of the step before."""

@@ -6,6 +6,6 @@ draws histories knows of them.
 
 from __future__ import annotations
 
-from . import core, model, offload_index, simple
+from . import core, model, multi, offload_index, offloading, simple
 
-DEFECTS = simple.DEFECTS | core.DEFECTS | model.DEFECTS | offload_index.DEFECTS
+DEFECTS = simple.DEFECTS | offloading.DEFECTS | multi.DEFECTS | core.DEFECTS | model.DEFECTS | offload_index.DEFECTS

@@ -199,7 +199,7 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     scheduler.async_scheduling = setup.async_scheduling
     scheduler.policy = "priority" if setup.priority else "fcfs"
     cache = result.cache_config = copy.copy(result.cache_config)
-    cache.block_size = setup.block_sizes[0]
+    cache.block_size = min(setup.block_sizes)  # v1/engine/core.py (_initialize_kv_caches)
     cache.num_gpu_blocks = setup.gpu_blocks
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.world_size = setup.world_size

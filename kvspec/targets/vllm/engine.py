@@ -119,10 +119,14 @@ class VllmEngine:
         from vllm.v1.structured_output import StructuredOutputManager
 
         cache = self.vllm_config.cache_config
-        if hasattr(self.ranks[0].connector, "get_aligned_num_cpu_blocks"):  # SimpleCPUOffload, 0.33
-            cache.simple_cpu_offload_num_blocks = min(
-                rank.connector.get_aligned_num_cpu_blocks() for rank in self.ranks
-            )
+        counts = [
+            connector.get_aligned_num_cpu_blocks()
+            for rank in self.ranks
+            for connector in children(rank.connector)
+            if hasattr(connector, "get_aligned_num_cpu_blocks")  # SimpleCPUOffload, 0.33
+        ]
+        if counts:
+            cache.simple_cpu_offload_num_blocks = min(counts)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         self.hash_block_size = hash_block_size
         self.structured_output = StructuredOutputManager(self.vllm_config)
@@ -261,6 +265,11 @@ class VllmEngine:
         return any(rank.device.pending() or not rank.idle() for rank in self.ranks) or any(
             actor.enabled() for actor in self.actors
         )
+
+
+def children(connector: Any) -> list[Any]:
+    """Return the connectors that a MultiConnector has, or the connector itself."""
+    return list(getattr(connector, "_connectors", [connector]))
 
 
 def group_of(key: bytes) -> int:

@@ -43,6 +43,8 @@ class Tier(Protocol):
     """Whether every block is stored as soon as it is full, if there is room."""
     shortages: int
     """How often no block was left for another store."""
+    events_name_groups: bool
+    """Whether CPU events say which attention group they are about."""
 
     def allocated(self, request: str, external_tokens: int) -> None:
         """The scheduler has allocated blocks for a request."""
@@ -323,14 +325,18 @@ class ObservedEngine:
 
     def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory
-        # A chunk's key has a suffix; the last four bytes of any other are a group's number, which it can't be.
-        return memory.describe(tag, memory.layer(group_of(key.removesuffix(b"chunk")), index))
+        return memory.describe(tag, memory.layer(self.group_of(key), index))
 
     def describe_key(self, key: bytes) -> str:
         return self._tier.describe_key(key)
 
+    def group_of(self, key: bytes) -> int:
+        # A chunk's key has a suffix; the last four bytes of any other are a group's number, which it can't be.
+        return group_of(key.removesuffix(b"chunk"))
+
     def events(self, tier: str) -> Mapping[bytes, int] | None:
-        if not self._setup.events:
+        names_groups = tier == "GPU" or len(self._setup.groups) == 1 or self._tier.events_name_groups
+        if not (self._setup.events and names_groups):
             return None
         if tier == "CPU":
             self._replay(tier, self._tier.drain_events())

@@ -25,9 +25,9 @@ from kvspec.device.simulated import SimulatedDevice
 from kvspec.engine.shadow import Batch, ShadowMemory
 from kvspec.errors import KvspecError, SetupRefused
 from kvspec.laws import PoolView
-from kvspec.ops import AttentionGroup, EngineSetup
+from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe
-from kvspec.targets.vllm.config import LAYERS, block_bytes, refusal
+from kvspec.targets.vllm.config import LAYERS, block_bytes, layouts, refusal
 from kvspec.targets.vllm.copies import (
     CudaRuntime,
     SwapKernel,
@@ -42,6 +42,8 @@ from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, key
 
 CONNECTOR = "OffloadingConnector"
 
+_CONNECTOR_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
 KERNEL_COPIES_MIN = 4
 """Copies from which a load is a kernel's: 16 in vLLM, which a single block of a model with 16 layers reaches; ours
 has two."""
@@ -51,10 +53,21 @@ def connector_config(setup: EngineSetup) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` for ``setup.cpu_blocks`` chunks."""
     return {
         "cpu_bytes_to_use": region_bytes(setup),
-        "block_size": setup.blocks_per_chunk * setup.block_size,
+        **({"blocks_per_chunk": setup.blocks_per_chunk} if _counts_blocks() else _chunk_tokens(setup)),
         "eviction_policy": setup.eviction,
         "offload_prompt_only": setup.prompt_only,  # 0.23 and later
     }
+
+
+def _counts_blocks() -> bool:
+    """Whether the size of a chunk may be given in blocks (0.26 and later); before, only in tokens of the one size that
+    blocks of all groups have."""
+    return bool(_import_any("vllm.v1.kv_offload.config"))
+
+
+def _chunk_tokens(setup: EngineSetup) -> dict[str, int]:
+    spans = {layout.span for layout in layouts(setup)}
+    return {"block_size": setup.blocks_per_chunk * spans.pop()} if len(spans) == 1 else {}
 
 
 def region_bytes(setup: EngineSetup) -> int:
@@ -62,7 +75,7 @@ def region_bytes(setup: EngineSetup) -> int:
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     alignment = getattr(CPUOffloadingSpec, "BLOCK_SIZE_ALIGNMENT", 1)
-    chunk = block_bytes(setup) * setup.blocks_per_chunk * setup.ranks
+    chunk = block_bytes(setup) * setup.blocks_per_chunk * setup.world_size
     return int(setup.cpu_blocks * -(-chunk // alignment) * alignment)
 
 
@@ -163,11 +176,15 @@ class OffloadingTarget:
         """Return what makes a shared region and remembers it.
 
         Several workers open the file before the first of them unlinks it; ours are made one after the other. So with
-        several ranks the file is there before the first, as if one more worker had won the race for it.
+        several ranks the file is there before the first, as if one more worker had won the race for it. Where workers
+        wait for each other before they unlink it (0.29 and later), a second connector of the engine has another file.
         """
 
         def make(*, engine_id: str, **more: Any) -> Any:
             device = current_device()
+            earlier = sum(other is device for other, _ in self._regions)
+            if earlier and "barrier" in more:
+                engine_id = f"{engine_id}-{earlier}"
             path = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
             if self._ranks > 1 and device.rank == 0:
                 chunks, chunk_bytes = more.get("num_chunks"), more.get("kv_bytes_per_chunk")
@@ -199,22 +216,37 @@ class OffloadingTarget:
         self._files.clear()
 
     def refusal(self, setup: EngineSetup) -> str | None:
-        """What this target doesn't run yet, besides what the release refuses."""
-        if setup.context_ranks > 1 or setup.groups != (AttentionGroup(),):
-            return "kvspec runs OffloadingConnector with one full-attention group and without context parallelism"
+        """Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); 0.21.0, v1/kv_offload/base.py, and 0.26.0,
+        distributed/kv_transfer/kv_connector/v1/offloading/config.py (build_offloading_config).
+        """
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+        if not issubclass(OffloadingConnector, SupportsHMA):
+            if len(setup.groups) > 1:
+                return "up to 0.20 OffloadingConnector has one group only"
+            if setup.context_ranks > 1:
+                return "up to 0.20 OffloadingConnector doesn't count the ranks that share a block"
+        if setup.blocks_per_chunk > 1 and not _counts_blocks() and not _chunk_tokens(setup):
+            return "up to 0.25 chunks of several blocks need groups with blocks of equal sizes"
         return refusal(setup)
 
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
         if reason := self.refusal(setup):
             raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
 
-        def make_tier(vllm: VllmEngine, probe: Probe) -> OffloadingTier:
-            tier = OffloadingTier(vllm, probe)
-            self._open.append(tier)
-            return tier
+        self.expect(setup)
+        return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, self.make_tier)
 
-        self._ranks = setup.ranks
-        return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, make_tier)
+    def expect(self, setup: EngineSetup) -> None:
+        """Tell what engine is going to be started."""
+        self._ranks = setup.world_size
+
+    def make_tier(self, vllm: VllmEngine, probe: Probe) -> OffloadingTier:
+        """Observe a connector's CPU tier, until the memory of its workers is given back."""
+        tier = OffloadingTier(vllm, probe)
+        self._open.append(tier)
+        return tier
 
 
 @dataclass
@@ -294,6 +326,7 @@ class OffloadingTier:
         self._let_go_stores: list[_Job] = []
         self._jobs: dict[int, _Job] = {}
         self._preempted: set[str] = set()
+        self.events_name_groups = bool(_import_any(f"{_CONNECTOR_PACKAGE}.events"))  # 0.24 and later
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
@@ -342,17 +375,12 @@ class OffloadingTier:
     def _listen_to_forwards(self, view: _RankView, memory: ShadowMemory) -> None:
         """Note which blocks each forward writes, when it runs on the device."""
         forward = memory.forward
-        size = self._setup.block_size
 
         def noted(batch: Batch) -> None:
             schedule = self._schedules_with_forward[view.forwards]
             view.forwards += 1
-            blocks = (batch.accesses[0][0].write_slots // size).tolist()
-            begin = 0
-            for row in batch.rows:
-                end = begin + row.stop - row.start
-                view.written.update(dict.fromkeys(blocks[begin:end], (schedule, row.request)))
-                begin = end
+            for request, blocks in memory.writes(batch):
+                view.written.update(dict.fromkeys(blocks, (schedule, request)))
             forward(batch)
 
         memory.forward = noted  # type: ignore[method-assign]
@@ -409,8 +437,8 @@ class OffloadingTier:
                 is_store=is_store,
                 pairs=tuple(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
                 schedule=self._schedules,
-                reports_due=self._setup.ranks,
-                copies_due=self._setup.ranks * LAYERS * int(gpu.block_ids.size),
+                reports_due=self._setup.world_size,
+                copies_due=self._setup.world_size * LAYERS * int(gpu.block_ids.size),
                 is_running=transfer.req_id in output.num_scheduled_tokens,
             )
             self._jobs[number] = self._due[number] = job
@@ -439,6 +467,10 @@ class OffloadingTier:
             view.stored[block.cpu] = max(job.number, view.stored.get(block.cpu, -1))
         else:
             view.written[block.gpu] = (job.schedule, job.request)
+
+    def overwritten(self, block: CopiedBlock) -> None:
+        """Another connector's load has written a GPU block."""
+        self._ranks[block.rank].written[block.gpu] = (self._schedules, "")
 
     # Seeing -----------------------------------------------------------------------------------------------------------
 
@@ -543,10 +575,17 @@ class OffloadingTier:
         return self._vllm.ranks[rank].memory.read_block(words, _group_of(key))
 
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
-        if _is_chunk(key):
-            tokens = self._setup.blocks_per_chunk * self._setup.block_size
-            return self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], tokens)
-        return self._vllm.tags_of_block(key)
+        group, memory = _group_of(key), self._vllm.ranks[rank].memory
+        if not _is_chunk(key):
+            tags = self._vllm.tags_of_block(key)
+            return None if tags is None else memory.kept(tags, group)
+        layout = self._vllm.layouts[group]
+        tags = self._vllm.tags_of_hash(key[: -4 - len(_CHUNK)], self._setup.blocks_per_chunk * layout.span)
+        if tags is None:
+            return None
+        blocks = [memory.kept(tags[i : i + layout.span], group) for i in range(0, len(tags), layout.span)]
+        kept = np.concatenate(blocks)
+        return kept if not layout.reach else _masked_before(kept, layout.first_read(len(kept)))
 
     def describe_key(self, key: bytes) -> str:
         return self._vllm.describe_key(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
@@ -561,6 +600,12 @@ class OffloadingTier:
 _CHUNK = b"chunk"
 """What ends the key of a chunk, so that it isn't the key of the GPU block with the same hash."""
 _CHUNK_KEY_BYTES = HASH_BYTES + 4 + len(_CHUNK)
+
+
+def _masked_before(tags: np.ndarray, first: int) -> np.ndarray:
+    """Mask the tags before ``first``, which nothing reads."""
+    masked: np.ndarray = np.ma.array(tags, mask=np.arange(len(tags)) < first)
+    return masked
 
 
 def _is_chunk(key: bytes) -> bool:
@@ -615,10 +660,11 @@ def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple
 
     Source: vLLM 0.33.0, v1/kv_offload/cpu/gpu_worker.py (SingleDirectionOffloadingHandler.transfer_async).
     """
-    blocks = iter(gpu.block_ids.tolist())
-    begin = 0
+    blocks = gpu.block_ids.tolist()
+    first_block = first_chunk = 0
     for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
         skipped = index % blocks_per_chunk
-        for i in range(size):
-            yield next(blocks), chunks[begin + (skipped + i) // blocks_per_chunk]
-        begin += -(-(size + skipped) // blocks_per_chunk) if size else 0
+        chunk_of_each = [first_chunk + (skipped + i) // blocks_per_chunk for i in range(size)]
+        yield from zip(blocks[first_block:], (chunks[i] for i in chunk_of_each if i < len(chunks)), strict=False)
+        first_block += size
+        first_chunk += -(-(size + skipped) // blocks_per_chunk) if size else 0

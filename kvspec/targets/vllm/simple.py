@@ -103,6 +103,7 @@ class SimpleOffloadTier:
     """The CPU block pool of SimpleCPUOffload, of the same kind as the GPU's."""
 
     null_block: int | None = 0
+    events_name_groups = True
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
         self._vllm = vllm

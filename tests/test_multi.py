@@ -1,0 +1,65 @@
+"""vllm-multi: MultiConnector of two CPU backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hunt import hunt
+
+from kvspec.defects import load_defects, planted
+from kvspec.ops import Add, EngineSetup, Op, Reset, Settle
+from kvspec.targets import Target, load_target
+from kvspec.world import Outcome, World
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
+
+HISTORIES = 200
+DEFECTS = {
+    name: defect
+    for name, defect in load_defects(Path(__file__).parent / "defects").items()
+    if defect.target == "vllm-multi"
+}
+
+
+@pytest.fixture(scope="module")
+def multi(target: Target) -> Target:
+    """Return the target with the release that this run checks."""
+    return load_target(f"vllm-multi{target.name[len('vllm-simple') :]}")
+
+
+def run(target: Target, setup: EngineSetup, *ops: Op) -> Outcome:
+    world = World(target, setup, "fair")
+    for op in ops:
+        world.apply(op)
+    return world.finish()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_defect_breaks_its_law(name: str, multi: Target) -> None:
+    law = DEFECTS[name].law
+    with planted(DEFECTS[name]):
+        catch = hunt(multi, number=1, histories=HISTORIES, until=law, but_known=True)
+    assert law in catch.violations, f"{sorted(catch.violations)} broken in {catch.histories} histories"
+
+
+@pytest.mark.parametrize("backends", [("offloading", "simple"), ("simple", "offloading"), ("offloading", "offloading")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_backends_store_a_prompt_and_the_first_one_loads_it(
+    multi: Target, backends: tuple[str, str], ranks: int
+) -> None:
+    setup = EngineSetup(backends=backends, ranks=ranks, gpu_blocks=12, events=True, step_tokens=48)
+    outcome = run(multi, setup, Add("a", shared=17), Settle(), Reset(), Add("b", shared=17), Settle())
+    assert not outcome.violations
+    assert outcome.stores == 8
+    assert outcome.loads == 4
+    assert outcome.reached["load by the first backend"] == 1
+    assert outcome.reached["store by both backends"] or backends != ("offloading", "offloading")
+
+
+def test_the_second_backend_loads_what_the_first_has_given_up(multi: Target) -> None:
+    setup = EngineSetup(backends=("offloading", "offloading"), cpu_blocks=4, gpu_blocks=12, step_tokens=48)
+    others = [op for i in range(1, 2) for op in (Add(f"x{i}", shared=17, trunk=i), Settle())]
+    outcome = run(multi, setup, Add("a", shared=17), Settle(), *others, Reset(), Add("b", shared=17), Settle())
+    assert not outcome.violations
+    assert outcome.reached["load by the second backend"] == 1
