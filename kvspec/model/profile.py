@@ -661,6 +661,14 @@ KNOWN_ISSUES = (
         "vllm#46014",
     ),
     KnownIssue(
+        "offload-abort-while-loading",
+        "JOB-6",
+        "0.20.2",
+        "0.21.0",
+        "A request that has stored and is aborted while it loads is reported as stored, and released, under the load.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
         "offload-group-sizes-null",
         "STORE-11",
         "0.21.0",

@@ -26,10 +26,22 @@ def _all_hits(f: Any) -> Any:
 
 def _reads_anyway(f: Any) -> Any:
     def lookup(self: Any, request: Any, local: int) -> Any:
-        request.reads_cache = True
-        return f(self, request, local)
+        reads, request.reads_cache = request.reads_cache, True
+        try:
+            return f(self, request, local)
+        finally:
+            request.reads_cache = reads
 
     return lookup
+
+
+def _most_recent(f: Any) -> Any:
+    def victims(self: Any, count: int, protected: Any) -> Any:
+        free = sum(chunk.idle() and key not in protected for key, chunk in self.chunks.items())
+        some = f(self, max(count, free), protected)
+        return some and some[len(some) - count :]
+
+    return victims
 
 
 def _one_less(f: Any) -> Any:
@@ -120,12 +132,7 @@ _CLAUSES: dict[str, Planted] = {
     "STORE-13": ("index", F, "_wanted", lambda f: lambda self, g, blocks, end: [True for _ in blocks]),
     "STORE-14": ("index", F, "reset", _keeps_index),
     "STORE-15": ("index", F, "_turns", lambda f: lambda self, rows, s: f(self, rows, s)[::-1]),
-    "LOOKUP-1": (
-        "index",
-        F,
-        "lookup",
-        lambda f: lambda self, r, n: (setattr(r, "reads_cache", True), f(self, r, n))[1],
-    ),
+    "LOOKUP-1": ("index", F, "lookup", _reads_anyway),
     "LOOKUP-2": ("index", F, "_agreed_hit", lambda f: lambda self, r, n: f(self, r, n) or 0),
     "LOOKUP-3": ("index", F, "_prefix", _all_hits),
     "LOOKUP-4": ("index", F, "_window", lambda f: lambda self, keys, need, end: f(self, keys, need + 1, end + 1)),
@@ -138,7 +145,7 @@ _CLAUSES: dict[str, Planted] = {
     "FENCE-4": ("index", F, "_fenced", lambda f: lambda self, job, rows: f(self, job, rows)._replace(window_blocks=())),
     "JOB-1": ("index", F, "_open", _numbers_skip),
     "JOB-2": ("index", F, "reported", _keeps_fences),
-    "JOB-3": ("index", F, "_is_stale", _answers(False)),
+    "JOB-3": ("index", F, "is_stale", _answers(False)),
     "JOB-4": ("index", F, "keeps_stepping", _answers(False)),
     "JOB-5": ("index", F, "finish", _at_once),
     "JOB-6": ("index", F, "_end_flushed", _answers(None)),
@@ -151,13 +158,13 @@ _CLAUSES: dict[str, Planted] = {
     "TIER-7": ("tier", Tier, "complete_store", lambda f: lambda self, keys, success=True: f(self, keys, success=True)),
     "TIER-8": ("tier", Tier, "reset", _answers(None)),
     "TIER-9": ("tier", Tier, "take_events", lambda f: lambda self: f(self)[::-1]),
-    "LRU-1": ("tier", Recency, "victims", lambda f: lambda self, n, p: (f(self, n, p) or [None])[::-1] or None),
+    "LRU-1": ("tier", Recency, "victims", _most_recent),
     "LRU-2": ("tier", Recency, "insert", lambda f: lambda self, k, a: self.ranks.update({k: (0, 0)})),
     "LRU-3": ("tier", Recency, "touch", _keeps_order),
     "LRU-4": ("tier", Recency, "freed", _frees_at_once),
     "LRU-5": ("tier", Recency, "found", _answers(None)),
     "LRU-6": ("tier", Recency, "finished", _answers(None)),
-    "ARC-1": ("tier", Adaptive, "victims", lambda f: lambda self, n, p: (f(self, n, p) or [None])[::-1] or None),
+    "ARC-1": ("tier", Adaptive, "victims", _most_recent),
     "ARC-2": ("tier", Adaptive, "evicted", lambda f: lambda self, keys: (f(self, keys), self.ghosts_once.clear())),
     "ARC-3": ("tier", Adaptive, "insert", lambda f: lambda self, k, a: self.once.append(k)),
     "ARC-4": ("tier", Adaptive, "touch", _keeps_order),
