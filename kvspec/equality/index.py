@@ -20,6 +20,8 @@ from kvspec.model.profile import Profile, StoreMask
 from kvspec.model.tiers import Access, Answer, Placed, Tier
 from kvspec.targets.vllm import offload_index as target
 
+Rows = Sequence[Sequence[int]]
+
 _LIVE_MAX = 6
 """Requests at once."""
 
@@ -261,7 +263,8 @@ class IndexPair:
             return "LOOKUP-1"
         return "LOOKUP-5" if None in answers and self.agreed else "LOOKUP-2"
 
-    def _admitted(self, answer: Any, name: str, rows: Any, found: Any, external: int) -> None:
+    def _admitted(self, answer: Any, name: str, rows: Rows, found: Sequence[Sequence[bool]], external: int) -> None:
+        self._check_hits(name, rows, found, external)
         request = self.requests[name]
         self.model.admit(request, rows, found, external)
         self.reached["loaded"] += external > 0
@@ -269,12 +272,16 @@ class IndexPair:
         asks = "do_remote_decode" in (request.params or {})
         self._compare(index="STORE-4" if asks else "STORE-3", tier="TIER-2")
 
-    def _stepped(self, answer: target.Plan, seen: target.StepSeen) -> None:
+    def _step(self, seen: target.StepSeen) -> ModelPlan:
+        """Let the model make a step."""
         for name, tokens in seen.computed.items():
             self.requests[name].computed = tokens
-        self._check_last(seen)
         rows = [Row(row.request, row.blocks, row.new or row.resumed, row.new) for row in seen.rows]
-        plan = self.model.step(rows, seen.scheduled, seen.preempted, seen.finished)
+        return self.model.step(rows, seen.scheduled, seen.preempted, seen.finished)
+
+    def _stepped(self, answer: target.Plan, seen: target.StepSeen) -> None:
+        self._check_last(seen)
+        plan = self._step(seen)
         self._check_stale()
         state = self.real.state()
         tables = {name: request.table for name, request in self._comparable().items()}
@@ -284,7 +291,6 @@ class IndexPair:
         planned = [transfer.job for transfer in answer.loads + answer.stores]
         agree("JOB-1", [transfer.job for transfer in loads + stores], planned)
         agree("ADMIT-1", [tuple(load) for load in loads], list(map(tuple, answer.loads)))
-        self._check_sizes(answer)
         agree("STORE-11", [tuple(store) for store in stores], list(map(tuple, answer.stores)))
         self._compare_flushed(plan, answer, seen)
         self.reached["stored"] += bool(plan.stores)
@@ -426,6 +432,11 @@ class IndexPair:
         loads_at_once = call == "build_connector_meta" and not loads.isdisjoint(told[0].preempted)
         if loads_at_once and "offload-reset-then-load" in self.avoid:
             raise Known("offload-reset-then-load")
+        if call == "update_state_after_alloc":
+            self._check_hits(*told)
+        sizes = call == "build_connector_meta" and "offload-group-sizes-null" in self.avoid
+        if sizes and self._stores_nulls(*told):
+            raise Known("offload-group-sizes-null")
         if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
 
@@ -447,10 +458,22 @@ class IndexPair:
         if self.model.dropped and "offload-stale-window-block" in self.avoid:
             raise Known("offload-stale-window-block")
 
-    def _check_sizes(self, answer: target.Plan) -> None:
-        wrong = any(sum(store.sizes) != len(store.blocks) for store in answer.stores)
-        if wrong and "offload-group-sizes-null" in self.avoid:
-            raise Known("offload-group-sizes-null")
+    def _check_hits(self, name: str, rows: Rows, found: Sequence[Sequence[bool]], external: int) -> None:
+        """Raise Known if a block that was found on the GPU has been evicted for another group's external tokens."""
+        local = self.requests[name].local
+        blocks = [some[: local // group.block_tokens] for some, group in zip(found, self.setup.groups, strict=True)]
+        if external and not all(map(all, blocks)) and "offload-external-evicts-hits" in self.avoid:
+            raise Known("offload-external-evicts-hits")
+
+    def _stores_nulls(self, seen: target.StepSeen) -> bool:
+        """Whether a chunk that is stored in a step has a block that has left the window."""
+        self._step(seen)
+        for offer in self.offers:
+            for key in offer.taken or ():
+                first = offer.request.keys[key.group].index(key) * self.setup.chunk_blocks
+                if NULL in offer.request.table[key.group][first : first + self.setup.chunk_blocks]:
+                    return True
+        return False
 
     def _check_sent(self, sent: set[str]) -> None:
         """Raise Known if a request's stores are reported, and its blocks released, while it loads."""

@@ -669,6 +669,14 @@ KNOWN_ISSUES = (
         "tests/test_offload_index.py",
     ),
     KnownIssue(
+        "offload-external-evicts-hits",
+        "ADMIT-1",
+        "0.21.0",
+        "0.24.0",
+        "Blocks for one group's external tokens can be those that another has hit: an assertion, or a wrong load.",
+        "vllm#44409",
+    ),
+    KnownIssue(
         "offload-group-sizes-null",
         "STORE-11",
         "0.21.0",

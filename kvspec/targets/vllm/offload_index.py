@@ -592,6 +592,7 @@ def _scheduler(
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
 
     core.register_specs()
@@ -605,6 +606,10 @@ def _scheduler(
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
+    kv_cache_config.kv_cache_tensors = [
+        KVCacheTensor(size=64 * setup.gpu_blocks, shared_by=group.layer_names)
+        for group in kv_cache_config.kv_cache_groups
+    ]  # 0.23 to 0.25 divide by what a block takes
     sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
     scheduler = scheduler_class(
