@@ -28,8 +28,8 @@ from kvspec.model.offload_ops import (
     IndexSetup,
     Load,
     MakeSteps,
-    OffloadHistory,
     Offer,
+    OffloadHistory,
     ResetAll,
     TierSetup,
 )

@@ -606,10 +606,11 @@ def _scheduler(
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
-    kv_cache_config.kv_cache_tensors = [
-        KVCacheTensor(size=64 * setup.gpu_blocks, shared_by=group.layer_names)
-        for group in kv_cache_config.kv_cache_groups
-    ]  # 0.23 to 0.25 divide by what a block takes
+    if "shared_by" in _parameters(KVCacheTensor):  # up to 0.29; 0.23 and 0.24 divide by what a block takes
+        kv_cache_config.kv_cache_tensors = [
+            KVCacheTensor(size=64 * setup.gpu_blocks, shared_by=group.layer_names)
+            for group in kv_cache_config.kv_cache_groups
+        ]
     sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
     scheduler = scheduler_class(
