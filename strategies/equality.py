@@ -66,7 +66,7 @@ LEVELS = {
 }
 """Of the needed kinds: requests must come, and be scheduled, or offer something."""
 
-SHARES = {"vllm-core": ("pool", "cache", "cache", "cache"), "vllm-offload-index": ("tier", "index", "index", "index")}
+SHARES = {"vllm-core": ("pool", "cache", "cache", "cache"), "vllm-offload-index": ("tier", "index")}
 """Target -> levels of its histories; what is listed more often is drawn more often."""
 
 _RANGES = ops.RANGES | offload_ops.RANGES

@@ -227,7 +227,7 @@ def test_known_issues_are_kept_out_of_the_way_or_named_as_the_cause(
 def test_a_call_that_the_model_cannot_follow_is_a_difference(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Offloader, "arrive", lambda self, request: None)
     (violation,) = run_history(INDEX).violations
-    assert violation.law == "JOB-5"
+    assert violation.law == "LOOKUP-2"
 
 
 def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callable[[str, Any], None]) -> None:
