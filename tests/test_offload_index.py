@@ -91,7 +91,10 @@ def test_a_tier_refuses_a_policy_that_it_does_not_know() -> None:
 # Known issues ---------------------------------------------------------------------------------------------------------
 
 ISSUES = [issue for issue in KNOWN_ISSUES if issue.id.startswith("offload-")]
-ENTANGLED = {"offload-second-reset": {"offload-reset-keeps-jobs"}}
+ENTANGLED = {
+    "offload-second-reset": {"offload-reset-keeps-jobs"},
+    "offload-reset-then-load": {"offload-readmit-with-store-in-flight"},
+}
 """What shows a known issue shows another one first, in releases that have both."""
 
 TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
@@ -130,17 +133,18 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         [o.Begin(2, says=9), o.MakeSteps(2), o.EndTransfers(), o.MakeSteps(3), o.ResetAll(running=1), o.MakeSteps()],
     ),
     "offload-abort-while-loading": (
-        o.IndexSetup(slots=12),
+        o.IndexSetup(),
         [
-            o.Begin(2, own=1, says=9),
+            o.Begin(1),
             o.MakeSteps(2),
             o.EndTransfers(),
-            o.MakeSteps(),
+            o.Begin(1, own=3, says=4),
+            o.MakeSteps(3),
+            o.EndTransfers(),
             o.ResetAll(running=1),
-            o.MakeSteps(2),
-            o.AbortOne(),
             o.MakeSteps(),
-            o.EndTransfers(),
+            o.AbortOne(),
+            o.EndTransfer(),
             o.MakeSteps(),
         ],
     ),
@@ -204,6 +208,8 @@ def test_every_known_issue_has_a_trigger() -> None:
 @pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
     setup, steps = TRIGGERS[issue.id]
+    if isinstance(setup, o.IndexSetup) and setup.groups != o.IndexSetup().groups and not profile.jobs_by_number:
+        pytest.skip("up to 0.20 only one group of full attention is compared")
     history = o.OffloadHistory("vllm-offload-index", setup, tuple(steps))
     others = known_issues(profile.release) - {issue.id} - ENTANGLED.get(issue.id, set())
     assert (difference(history, others) is not None) == issue.affects(profile.release)
