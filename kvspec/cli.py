@@ -25,11 +25,11 @@ from kvspec.findings import load_finding, load_history
 from kvspec.gate import FINDINGS_DIR, Plan, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
-from kvspec.model.ops import CoreHistory
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
 from kvspec.report.terminal import StdoutConsole, Terminal
 from kvspec.spec import FORMATS, collect, render
+from kvspec.targets import EQUALITIES
 
 DEFAULT_TARGET = "vllm-simple"
 
@@ -128,6 +128,7 @@ def gate(
       vllm-offloading        OffloadingConnector, likewise
       vllm-multi             MultiConnector of two of these connectors
       vllm-core              its block pool and KV cache manager, held to equality with the model
+      vllm-offload-index     the store index and CPU tier of OffloadingConnector, likewise
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)
 
@@ -198,11 +199,10 @@ def replay(file: Path, target: str | None, trace: bool) -> int:
     """
     history = load_finding(file).history if file.is_dir() else load_history(file)
     replayed_on = split_target(target or history.target)[0]
-    if (replayed_on == "vllm-core") != isinstance(history, CoreHistory):
-        raise click.UsageError(
-            f"{file} is a history of {'the core' if isinstance(history, CoreHistory) else 'an engine'}, and "
-            f"{replayed_on} can't run one: vllm-core runs histories of the core, the other targets those of engines."
-        )
+    level = str(history.__struct_config__.tag)
+    if level != EQUALITIES.get(replayed_on, "engine"):
+        runs = next((target for target, wanted in EQUALITIES.items() if wanted == level), "a target with an engine")
+        raise click.UsageError(f"{file} is a history of level {level}, and {replayed_on} can't run one; {runs} can.")
     prepared = prepared_target(target or history.target)
     history = replace(history, target=prepared.target)
     replayed = replay_history(prepared, history)
@@ -243,8 +243,8 @@ def measure(target: str, histories: int, seed: int) -> int:
     Examples:
       kvspec measure --target vllm-simple@0.33.0
     """
-    if split_target(target)[0] == "vllm-core":
-        raise click.UsageError("vllm-core is called directly: it has no engine, and so no engine step.")
+    if (name := split_target(target)[0]) in EQUALITIES:
+        raise click.UsageError(f"{name} is called directly: it has no engine, and so no engine step.")
     prepared = prepared_target(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     done = subprocess.run(command, env=prepared.environment, stdout=subprocess.PIPE, text=True)

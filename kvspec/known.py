@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 from kvspec.errors import KvspecError
 from kvspec.findings import Key
 from kvspec.model.profile import KNOWN_ISSUES
+from kvspec.targets import EQUALITIES
 
 
 class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,17 +112,18 @@ def _entry(name: str, number: int, entry: Any) -> Issue:
 
 
 def _of_the_model() -> list[Issue]:
-    """Return the known issues of ``vllm-core``. A difference names in its place the one that causes it."""
+    """Return the known issues of the equalities. A difference names in its place the one that causes it."""
     return [
         Issue(
             id=issue.id,
             title=issue.sentence,
             reference=issue.reference,
-            target="vllm-core",
+            target=target,
             law="*",
             frame=issue.id,
             releases=f">={issue.bad}" + (f",<{issue.fixed}" if issue.fixed else ""),
         )
         for issue in KNOWN_ISSUES
-        if issue.id.startswith("core-")
+        for target, level in EQUALITIES.items()
+        if issue.id.startswith(f"{level}-")
     ]

@@ -318,21 +318,23 @@ class _RoundOver(BaseException):
 
 
 def _own_suite(name: str) -> Suite:
-    from kvspec.targets import parse_target
+    from kvspec.targets import EQUALITIES, parse_target
 
-    return _equality_suite(name) if parse_target(name)[0] == "vllm-core" else _engine_suite(name)
+    return _equality_suite(name) if parse_target(name)[0] in EQUALITIES else _engine_suite(name)
 
 
 def _equality_suite(name: str) -> Suite:
-    from kvspec.equality.world import EVENTS, run_history
+    from kvspec.equality.reached import EVENTS
+    from kvspec.equality.world import run_history
     from kvspec.model.profile import AssumedProfileWarning
+    from kvspec.targets import parse_target
     from strategies.equality import machine_of
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AssumedProfileWarning)
         machine = machine_of(name)
     note = next((str(one.message) for one in caught if one.category is AssumedProfileWarning), "")
-    return Suite(machine=machine, run=run_history, events=EVENTS, note=note)
+    return Suite(machine=machine, run=run_history, events=EVENTS[parse_target(name)[0]], note=note)
 
 
 def _engine_suite(name: str) -> Suite:

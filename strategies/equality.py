@@ -1,4 +1,4 @@
-"""Histories of vLLM's own block pool and KV cache manager, beside the model's."""
+"""Histories of vLLM's own objects beside the model's: of the core, and of OffloadingConnector."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvspec.equality.cache import CACHE_ARMS
-from kvspec.equality.pool import POOL_ARMS
-from kvspec.equality.world import CACHE_REQUIRED, POOL_REQUIRED, EqualityWorld, pair_for
-from kvspec.model import ops
+from kvspec.equality.reached import required
+from kvspec.equality.world import EqualityWorld, PairHistory, Setup, history_of, pair_for
+from kvspec.model import offload_ops, ops
 from kvspec.model.clauses import ClauseBroken
-from kvspec.model.ops import CoreHistory, CoreOp
+from kvspec.model.ops import CoarseOp
 from kvspec.model.profile import Profile, profile_for
 from kvspec.ops import history_to_json
+from kvspec.targets import parse_target
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome
 from strategies.machine import hand_over
@@ -34,28 +35,63 @@ Mix = tuple[list[type[Any]], list[int]]
 """Kinds of ops, and how often each occurs."""
 
 
-def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.PoolSetup | ops.CacheSetup:
-    """Draw a setup of a level, ``pool`` or ``cache``; ``fixed`` are coarse numbers that aren't drawn."""
-    if level == "pool":
-        return ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES) | fixed)
-    return ops.cache_setup(profile, **_drawn(random, ops.CACHE_SETUP_RANGES) | fixed)
+class Level(NamedTuple):
+    """What histories of a level are drawn from."""
+
+    target: str
+    setup: Callable[..., Setup]
+    setup_ranges: Mapping[str, tuple[int, int]]
+    kinds: tuple[type[CoarseOp], ...]
+    needed: int
+    """So many of the first kinds occur in every history."""
+
+
+LEVELS = {
+    "pool": Level("vllm-core", ops.pool_setup, ops.POOL_SETUP_RANGES, get_args(ops.PoolOp), 0),
+    "cache": Level("vllm-core", ops.cache_setup, ops.CACHE_SETUP_RANGES, get_args(ops.CacheOp), 2),
+    "tier": Level(
+        "vllm-offload-index",
+        offload_ops.tier_setup,
+        offload_ops.TIER_SETUP_RANGES,
+        get_args(offload_ops.TierOp),
+        2,
+    ),
+    "index": Level(
+        "vllm-offload-index",
+        offload_ops.index_setup,
+        offload_ops.INDEX_SETUP_RANGES,
+        get_args(offload_ops.IndexOp),
+        2,
+    ),
+}
+"""Of the needed kinds: requests must come, and be scheduled, or offer something."""
+
+SHARES = {"vllm-core": ("pool", "cache", "cache", "cache"), "vllm-offload-index": ("tier", "index")}
+"""Target -> levels of its histories; what is listed more often is drawn more often."""
+
+_RANGES = ops.RANGES | offload_ops.RANGES
+_WEIGHTS = ops.WEIGHTS | offload_ops.WEIGHTS
+
+
+def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> Setup:
+    """Draw a setup of a level; ``fixed`` are coarse numbers that aren't drawn."""
+    return LEVELS[level].setup(profile, **_drawn(random, LEVELS[level].setup_ranges) | fixed)
 
 
 def draw_mix(random: Random, level: str) -> Mix:
     """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
-    arms = POOL_ARMS if level == "pool" else CACHE_ARMS
-    needed = 0 if level == "pool" else 2  # requests must arrive and be scheduled
-    weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(arms)]
-    return list(arms), weights if any(weights) else [1] * len(weights)
+    kinds, needed = LEVELS[level].kinds, LEVELS[level].needed
+    weights = [_WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(kinds)]
+    return list(kinds), weights if any(weights) else [1] * len(weights)
 
 
-def draw_ops(random: Random, mix: Mix, count: int) -> tuple[CoreOp, ...]:
+def draw_ops(random: Random, mix: Mix, count: int) -> tuple[CoarseOp, ...]:
     """Draw ops."""
     kinds, weights = mix
-    return tuple(kind(**_drawn(random, ops.RANGES[kind])) for kind in random.choices(kinds, weights, k=count))
+    return tuple(kind(**_drawn(random, _RANGES[kind])) for kind in random.choices(kinds, weights, k=count))
 
 
-def _drawn(random: Random, ranges: dict[str, tuple[int, int]]) -> dict[str, int]:
+def _drawn(random: Random, ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     return {name: random.randint(*limits) for name, limits in ranges.items()}
 
 
@@ -66,7 +102,7 @@ class Sink(Protocol):
 
 
 class EqualityMachine(RuleBasedStateMachine):
-    """Bursts of ops on one block pool or KV cache manager."""
+    """Bursts of ops on one pair: a block pool, a KV cache manager, a CPU tier, or a connector in its engine."""
 
     REQUIRED: ClassVar[frozenset[str]]
     target: ClassVar[str]
@@ -78,9 +114,9 @@ class EqualityMachine(RuleBasedStateMachine):
 
     @initialize(seed=SEEDS)
     def start(self, seed: int) -> None:
-        """Begin with a pool or, more often, a cache."""
+        """Begin with a pair of one of the target's levels."""
         random = Random(seed)
-        level = random.choice(("pool", "cache", "cache", "cache"))
+        level = random.choice(SHARES[parse_target(self.target)[0]])
         self.mix = draw_mix(random, level)
         self.world = EqualityWorld(self.target, draw_setup(random, level, self.profile))
 
@@ -100,15 +136,15 @@ def machine_of(name: str) -> type[EqualityMachine]:
     """Return the machine for a target, with what its release can and so must reach."""
     target.warm_up()
     profile = profile_for(target.release())
-    required = {event for event, when in {**POOL_REQUIRED, **CACHE_REQUIRED}.items() if when(profile)}
-    values = {"target": name, "profile": profile, "REQUIRED": frozenset(required)}
+    wanted = frozenset().union(*(required(level, profile) for level in SHARES[parse_target(name)[0]]))
+    values = {"target": name, "profile": profile, "REQUIRED": wanted}
     return type(EqualityMachine.__name__, (EqualityMachine,), values)
 
 
 # Many ops, without Hypothesis -----------------------------------------------------------------------------------------
 
 HISTORY_OPS = 100
-"""Ops of a history: enough to fill a pool several times."""
+"""Ops of a history: enough to fill a pool, or a tier, several times."""
 
 
 FINDINGS_MAX = 20
@@ -119,7 +155,7 @@ FINDINGS_MAX = 20
 class Finding:
     """A history that shows a difference, and the difference."""
 
-    history: CoreHistory
+    history: PairHistory
     clause: str
     """Or the exception, if the implementation raised one."""
     message: str
@@ -135,29 +171,26 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
 
 
-def draw(random: Random, level: str, profile: Profile, family: str | None = None) -> CoreHistory:
-    """Draw a history of a level that keeps out of the way of known issues; of the cache, with groups of one family
-    only.
-    """
-    fixed = {"avoids_known": 1} | ({} if family is None else {"family": ops.FAMILIES.index(family)})
-    setup = draw_setup(random, level, profile, **fixed)
-    return CoreHistory("vllm-core", setup, draw_ops(random, draw_mix(random, level), HISTORY_OPS))
+def draw(random: Random, level: str, profile: Profile) -> PairHistory:
+    """Draw a history of a level that keeps out of the way of known issues."""
+    setup = draw_setup(random, level, profile, avoids_known=1)
+    return history_of(LEVELS[level].target, setup, draw_ops(random, draw_mix(random, level), HISTORY_OPS))
 
 
-def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budget_s: float = float("inf")) -> Tally:
+def run(level: str, ops_wanted: int, seed: int, budget_s: float = float("inf")) -> Tally:
     """Apply random histories until there were so many ops, or time is up."""
     random, tally = Random(seed), Tally()
     profile = profile_for(target.release())
     target.warm_up()
     start = time.process_time()
     while tally.ops < ops_wanted and tally.seconds < budget_s and len(tally.findings) < FINDINGS_MAX:
-        history = draw(random, level, profile, family)
+        history = draw(random, level, profile)
         pair, done = None, 0
         try:
             pair = pair_for(history)
             for op in history.ops:
                 done += 1
-                pair.apply(op)  # type: ignore[arg-type]
+                pair.apply(op)
         except ClauseBroken as broken:
             tally.findings.append(Finding(history, broken.clause.id, str(broken)))
         except Exception as error:  # whatever the implementation raises is a finding
@@ -171,14 +204,13 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
 
 def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
     """Return the required events that a run has missed."""
-    required = POOL_REQUIRED if level == "pool" else CACHE_REQUIRED
-    return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
+    return set(required(level, profile) - (+tally.reached).keys())
 
 
 def main() -> int:
     """Apply random histories to the model and to the vLLM that is importable; tell ops and differences."""
     parser = argparse.ArgumentParser(prog="python -m strategies.equality", description=main.__doc__)
-    parser.add_argument("--level", choices=("pool", "cache"), default="cache", help="what is compared [cache]")
+    parser.add_argument("--level", choices=LEVELS, default="cache", help="what is compared [cache]")
     parser.add_argument("--ops", type=int, default=20_000, help="how many [20000]")
     parser.add_argument("--seed", type=int, default=0, help="where to start [0]")
     arguments = parser.parse_args()

@@ -5,17 +5,13 @@ It runs against the vLLM that is importable, else against the newest release tha
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import warnings
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from equalities import profile_of_target, shown
 
-from kvspec import releases
 from kvspec.defects import load_defects, planted
 from kvspec.equality.scaling import compare_scaling
 from kvspec.equality.world import difference
@@ -35,7 +31,7 @@ from kvspec.model import (
 from kvspec.model import ops as o
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import known_issues, profile_for
+from kvspec.model.profile import known_issues
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from strategies import equality
@@ -45,13 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are i
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    """Make a vLLM importable, and return what the model expects of it."""
-    if importlib.util.find_spec("vllm") is None:
-        sys.path.insert(0, str(releases.ensure(releases.KNOWN_GOOD[-1])))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        equality.run("pool", 1, 0)
-        return profile_for(target.release())
+    return profile_of_target()
 
 
 # Equality -------------------------------------------------------------------------------------------------------------
@@ -240,19 +230,6 @@ RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
 
 OPS_MAX = 24_000
 """Within so many ops a defect has shown under its clause; most have after some hundred."""
-
-
-def shown(level: str, ops_max: int, wanted: str) -> set[str]:
-    """Return the clauses that break first in random histories, one for each, until the wanted one is among them."""
-    seen: set[str] = set()
-    ops = 0
-    for number in count():
-        tally = equality.run(level, 1500, seed=number)
-        ops += tally.ops
-        seen.update(finding.clause for finding in tally.findings)
-        assert seen <= CLAUSES.keys(), tally.findings[0].message
-        if wanted in seen or ops >= ops_max:
-            return seen
 
 
 @pytest.mark.parametrize("clause", OF_THE_MODEL)

@@ -1,4 +1,4 @@
-"""The target ``vllm-core`` in the gate: its machine, its histories as data, and what known issues do to them."""
+"""The equalities in the gate: their machines, their histories as data, and what known issues do to them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 
-from kvspec.equality.world import EqualityWorld, run_history
+from kvspec.equality.world import EqualityWorld, PairHistory, run_history
 from kvspec.history import read_history, story
 from kvspec.history.minimise import minimise
 from kvspec.known import load_known
 from kvspec.laws import CRASH
 from kvspec.model.groups import Group, Kind
+from kvspec.model.offload import Offloader
+from kvspec.model.offload_ops import (
+    Begin,
+    Come,
+    EndStore,
+    EndTransfers,
+    IndexSetup,
+    Load,
+    MakeSteps,
+    Offer,
+    OffloadHistory,
+    ResetAll,
+    TierSetup,
+)
 from kvspec.model.ops import (
     Allocate,
     Arrive,
@@ -36,6 +50,7 @@ from kvspec.model.pool import BlockPool
 from kvspec.model.profile import KNOWN_ISSUES
 from kvspec.ops import history_to_json
 from kvspec.search import SETTINGS, load_suite
+from kvspec.targets import EQUALITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -43,50 +58,59 @@ POOL = CoreHistory("vllm-core", PoolSetup(), (Allocate(3), Free(count=2), Touch(
 CACHE = CoreHistory("vllm-core", CacheSetup(), (Arrive(shared=3, tail=1), Schedule(tokens=40), Arrive(shared=3)))
 
 
-def run_machine(histories: int) -> list[tuple[EqualityWorld, Any]]:
-    """Return what the machine's histories showed; the same each time."""
+TIER = OffloadHistory("vllm-offload-index", TierSetup(), (Come(shared=2), Offer(count=2), EndStore(), Load()))
+INDEX = OffloadHistory("vllm-offload-index", IndexSetup(), (Begin(shared=3), MakeSteps(2), EndTransfers()))
+
+
+def run_machine(name: str, histories: int) -> list[tuple[EqualityWorld, Any]]:
+    """Return what the histories of a target's machine showed; the same each time."""
     seen: list[tuple[EqualityWorld, Any]] = []
-    suite = load_suite("vllm-core")
+    suite = load_suite(name)
     machine = type("Machine", (suite.machine,), {"sink": staticmethod(lambda *ended: seen.append(ended))})
     profile = settings(SETTINGS, max_examples=histories, stateful_step_count=suite.rules_max)
     run_state_machine_as_test(seed(1)(machine), settings=profile)
     return seen
 
 
-def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any) -> None:
-    seen = run_machine(300)
+@pytest.mark.parametrize(("name", "histories"), [("vllm-core", 300), ("vllm-offload-index", 100)])
+def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any, name: str, histories: int) -> None:
+    seen = run_machine(name, histories)
     known = {issue.id for issue in KNOWN_ISSUES}
     assert {v.frame for _, outcome in seen for v in outcome.violations} <= known
     reached = {event for _, outcome in seen for event in outcome.reached}
-    assert reached >= load_suite("vllm-core").machine.REQUIRED  # type: ignore[attr-defined]
-    assert sum(outcome.steps for _, outcome in seen) > 10_000
+    assert reached >= load_suite(name).machine.REQUIRED  # type: ignore[attr-defined]
+    assert sum(outcome.steps for _, outcome in seen) > 35 * histories
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.20.2", "0.25.1"])
-def test_older_releases_differ_from_the_model_only_where_that_is_known(release: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"vllm-core@{release}", "--jobs", "1"]
-    limits = ["--seed", "1", "--histories", "250", "--findings", str(tmp_path)]
+@pytest.mark.parametrize(("name", "histories"), [("vllm-core", "250"), ("vllm-offload-index", "100")])
+def test_older_releases_differ_from_the_model_only_where_that_is_known(
+    name: str, histories: str, release: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"{name}@{release}", "--jobs", "1"]
+    limits = ["--seed", "1", "--histories", histories, "--findings", str(tmp_path)]
     done = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "250 histories" in done.stdout
+    assert f"{histories} histories" in done.stdout
 
 
-def test_a_history_of_the_machine_runs_again_as_it_ran(target: Any) -> None:
-    for world, outcome in run_machine(12):
+@pytest.mark.parametrize("name", ["vllm-core", "vllm-offload-index"])
+def test_a_history_of_the_machine_runs_again_as_it_ran(target: Any, name: str) -> None:
+    for world, outcome in run_machine(name, 12):
         again = run_history(read_history(history_to_json(world.history())))  # type: ignore[arg-type]
         assert again == outcome
 
 
-@pytest.mark.parametrize("history", [POOL, CACHE], ids=["pool", "cache"])
-def test_histories_go_to_json_and_back(history: CoreHistory) -> None:
+@pytest.mark.parametrize("history", [POOL, CACHE, TIER, INDEX], ids=["pool", "cache", "tier", "index"])
+def test_histories_go_to_json_and_back(history: PairHistory) -> None:
     assert read_history(history_to_json(history)) == history
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b'{"level": "disk"}', "there is no level 'disk'; there are engine and core"),
+        (b'{"level": "disk"}', "there is no level 'disk'; there are engine, core and offload"),
         (b"[]", "not a history"),
         (history_to_json(replace(POOL, format=9)), "history format 9; this kvspec reads format 1"),
         (history_to_json(replace(POOL, ops=(Arrive(),))), "op 0: a PoolSetup has no Arrive"),
@@ -97,6 +121,12 @@ def test_histories_go_to_json_and_back(history: CoreHistory) -> None:
         (history_to_json(CACHE).replace(b'"block_tokens": 4', b'"block_tokens": 0'), "block_tokens of a group is 0"),
         (history_to_json(replace(CACHE, ops=(Arrive(shared=10**6),))), "op 0: shared is 1000000"),
         (history_to_json(replace(POOL, ops=(Find(text=99),))), "op 0: text is 99; it must be 0 to 7"),
+        (history_to_json(replace(TIER, ops=(Begin(),))), "op 0: a TierSetup has no Begin"),
+        (history_to_json(replace(INDEX, ops=(Come(),))), "op 0: a IndexSetup has no Come"),
+        (history_to_json(TIER).replace(b'"lru"', b'"mru"'), "'mru' is no policy; there are lru and arc"),
+        (history_to_json(TIER).replace(b'"slots": 4', b'"slots": 0'), "slots is 0; it must be 1 to 4096"),
+        (history_to_json(INDEX).replace(b'"full"', b'"mamba"'), "only full attention and sliding windows"),
+        (history_to_json(replace(INDEX, ops=(Begin(params=8),))), "op 0: params is 8; it must be -8 to 7"),
     ],
 )
 def test_what_is_no_history_is_refused_with_a_reason(data: bytes, says: str) -> None:
@@ -170,11 +200,34 @@ TWO_CUTS = CoreHistory(
 """Shows core-eagle-first-window, which every release has."""
 
 
-def test_known_issues_are_kept_out_of_the_way_or_named_as_the_cause(target: Any) -> None:
-    assert not run_history(TWO_CUTS).violations
-    in_the_open = replace(TWO_CUTS, setup=replace(TWO_CUTS.setup, avoids_known=False))  # type: ignore[type-var]
+RESET_TWICE = OffloadHistory(
+    "vllm-offload-index",
+    IndexSetup(slots=12),
+    (Begin(2, says=9), MakeSteps(), ResetAll(running=1, connector=1), ResetAll(connector=1)),
+)
+"""Shows offload-second-reset, which every release from 0.22.1 on has: an exception."""
+
+
+@pytest.mark.parametrize(
+    ("history", "shown"),
+    [
+        (TWO_CUTS, ("HIT-2", "schedule", "core-eagle-first-window")),
+        (RESET_TWICE, (CRASH, "reset-all", "offload-second-reset")),
+    ],
+)
+def test_known_issues_are_kept_out_of_the_way_or_named_as_the_cause(
+    target: Any, history: PairHistory, shown: tuple[str, str, str]
+) -> None:
+    assert not run_history(history).violations
+    in_the_open = replace(history, setup=replace(history.setup, avoids_known=False))  # type: ignore[type-var]
     (violation,) = run_history(in_the_open).violations
-    assert (violation.law, violation.op, violation.frame) == ("HIT-2", "schedule", "core-eagle-first-window")
+    assert (violation.law, violation.op, violation.frame) == shown
+
+
+def test_a_call_that_the_model_cannot_follow_is_a_difference(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offloader, "arrive", lambda self, request: None)
+    (violation,) = run_history(INDEX).violations
+    assert violation.law == "LOOKUP-2"
 
 
 def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callable[[str, Any], None]) -> None:
@@ -184,7 +237,9 @@ def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callabl
 
 
 def test_known_issues_of_the_model_are_listed_like_all_others() -> None:
-    listed = {issue.id: issue for issue in load_known() if issue.target == "vllm-core"}
-    assert listed.keys() == {issue.id for issue in KNOWN_ISSUES if issue.id.startswith("core-")}
-    assert listed["core-double-release"].releases == ">=0.20.2,<0.24.0"
-    assert listed["core-eagle-first-window"].releases == ">=0.20.2"
+    for target, level in EQUALITIES.items():
+        listed = {issue.id for issue in load_known() if issue.target == target}
+        assert listed == {issue.id for issue in KNOWN_ISSUES if issue.id.startswith(f"{level}-")}
+    listed_by_id = {issue.id: issue for issue in load_known()}
+    assert listed_by_id["core-double-release"].releases == ">=0.20.2,<0.24.0"
+    assert listed_by_id["offload-second-reset"].releases == ">=0.22.1"

@@ -5,23 +5,23 @@ It runs against the vLLM that is importable, else against the newest release tha
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from equalities import profile_of_target, shown
 
-from kvspec import releases
 from kvspec.defects import load_defects, planted
-from kvspec.model import CLAUSES, KNOWN_ISSUES, Group, Kind, Profile, offload, tiers
+from kvspec.equality.world import difference
+from kvspec.history import read_history
+from kvspec.history.minimise import minimise
+from kvspec.model import CLAUSES, KNOWN_ISSUES, RELEASES, Group, Kind, Profile, offload, tiers
 from kvspec.model import offload_ops as o
 from kvspec.model.profile import known_issues, profile_for
 from kvspec.model.tiers import Tier
-from strategies import offload_index
+from kvspec.ops import history_to_json
+from strategies import equality
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -30,14 +30,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    """Make a vLLM importable, and return what the model expects of it."""
-    if importlib.util.find_spec("vllm") is None:
-        sys.path.insert(0, str(releases.ensure(releases.KNOWN_GOOD[-1])))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        offload_index.run("tier", 1, 0)
-        offload_index.run("index", 1, 0)
-        return profile_for(offload_index.core_target.release())
+    return profile_of_target()
 
 
 # Equality -------------------------------------------------------------------------------------------------------------
@@ -45,24 +38,23 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize(("level", "count"), [("tier", 12_000), ("index", 3_000)])
 def test_model_and_connector_agree_on_everything_that_can_be_seen(level: str, count: int, profile: Profile) -> None:
-    tally = offload_index.run(level, count, seed=1)
+    tally = equality.run(level, count, seed=1)
     assert not tally.findings, tally.findings[0].message
-    assert not offload_index.hollow(tally, level, profile)
+    assert not equality.hollow(tally, level, profile)
 
 
 def test_a_run_that_reaches_nothing_is_hollow(profile: Profile) -> None:
-    assert offload_index.hollow(offload_index.Tally(), "tier", profile) >= {"evicted", "refused", "pinned"}
-    assert offload_index.hollow(offload_index.Tally(), "index", profile) >= {"loaded", "preempted", "loaded-for-remote"}
+    assert equality.hollow(equality.Tally(), "tier", profile) >= {"evicted", "refused", "pinned"}
+    assert equality.hollow(equality.Tally(), "index", profile) >= {"loaded", "preempted", "loaded-for-remote"}
 
 
 def test_a_difference_becomes_a_short_history_that_repeats(profile: Profile, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(offload_index, "FINDINGS_MAX", 1)
+    monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
     monkeypatch.setattr(Tier, "_take_slots", lambda self, count: list(range(count)))
-    tally = offload_index.run("tier", 20_000, seed=2)
-    short = offload_index.shortest(tally.findings[0].history)
+    first = equality.run("tier", 20_000, seed=2).findings[0]
+    short = minimise(first.history, lambda history: difference(history) == first.clause)  # type: ignore[arg-type]
     assert len(short.ops) <= 8
-    again = o.index_history_from_json(msgspec.json.encode(short))
-    assert offload_index.difference(again) == tally.findings[0].clause == "TIER-6"
+    assert difference(read_history(history_to_json(short))) == first.clause == "TIER-6"  # type: ignore[arg-type]
 
 
 # The model alone ------------------------------------------------------------------------------------------------------
@@ -99,11 +91,12 @@ def test_a_tier_refuses_a_policy_that_it_does_not_know() -> None:
 # Known issues ---------------------------------------------------------------------------------------------------------
 
 ISSUES = [issue for issue in KNOWN_ISSUES if issue.id.startswith("offload-")]
-ENTANGLED = {"offload-second-reset": {"offload-reset-keeps-jobs"}}
+ENTANGLED = {
+    "offload-second-reset": {"offload-reset-keeps-jobs"},
+    "offload-reset-then-load": {"offload-readmit-with-store-in-flight"},
+}
 """What shows a known issue shows another one first, in releases that have both."""
 
-ROOMY = o.TierSetup(12)
-SMALL = o.TierSetup(1)
 TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
     "offload-in-flight-is-a-miss": (o.TierSetup(), [o.Come(2), o.Offer(), o.LookUp()]),
     "offload-arc-gives-up": (
@@ -122,7 +115,7 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         ],
     ),
     "offload-skip-reading-ignored": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [
             o.Begin(3),
             o.Begin(own=2, branch=1, says=9),
@@ -136,11 +129,31 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         ],
     ),
     "offload-readmit-with-store-in-flight": (
-        o.IndexSetup(tier=SMALL, step_tokens=4),
+        o.IndexSetup(slots=1, step_tokens=4),
         [o.Begin(2, says=9), o.MakeSteps(2), o.EndTransfers(), o.MakeSteps(3), o.ResetAll(running=1), o.MakeSteps()],
     ),
+    "offload-abort-while-loading": (
+        o.IndexSetup(),
+        [
+            o.Begin(1),
+            o.MakeSteps(2),
+            o.EndTransfers(),
+            o.Begin(1, own=3, says=4),
+            o.MakeSteps(3),
+            o.EndTransfers(),
+            o.ResetAll(running=1),
+            o.MakeSteps(),
+            o.AbortOne(),
+            o.EndTransfer(),
+            o.MakeSteps(),
+        ],
+    ),
+    "offload-external-evicts-hits": (
+        o.IndexSetup((Group(Kind.FULL, 4), Group(Kind.SLIDING_WINDOW, 4, 12)), gpu_blocks=17, slots=60),
+        [o.Begin(6, own=1), o.MakeSteps(), o.Begin(1, own=5), o.Begin(4), o.MakeSteps(3)],
+    ),
     "offload-group-sizes-null": (
-        o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 6),), chunk_blocks=2, tier=SMALL, step_tokens=8),
+        o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 6),), chunk_blocks=2, slots=1, step_tokens=8),
         [
             o.Begin(4, says=9),
             o.MakeSteps(2),
@@ -153,24 +166,24 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         ],
     ),
     "offload-stale-window-block": (
-        o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 2),), chunk_blocks=3, gpu_blocks=8, tier=ROOMY, step_tokens=8),
+        o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 2),), chunk_blocks=3, gpu_blocks=8, slots=12, step_tokens=8),
         [o.Begin(2, says=9), o.MakeSteps(), o.Begin(own=20, branch=1), o.MakeSteps(5)],
     ),
     "offload-reset-keeps-jobs": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [o.Begin(2, says=9), o.MakeSteps(), o.ResetAll(running=1, connector=1), o.MakeSteps()],
     ),
     "offload-abort-never-scheduled": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [o.Begin(2), o.AbortOne(), o.Begin(own=1), o.MakeSteps()],
     ),
-    "offload-last-slot-stored": (o.IndexSetup(tier=ROOMY), [o.Begin(1, own=3, says=5), o.MakeSteps(9)]),
+    "offload-last-slot-stored": (o.IndexSetup(slots=12), [o.Begin(1, own=3, says=5), o.MakeSteps(9)]),
     "offload-final-store-lost": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [o.Begin(2, says=3), o.MakeSteps(2), o.EndTransfers(), o.MakeSteps()],
     ),
     "offload-reset-then-load": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [
             o.Begin(2, own=1, says=9),
             o.MakeSteps(2),
@@ -181,7 +194,7 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         ],
     ),
     "offload-second-reset": (
-        o.IndexSetup(tier=ROOMY),
+        o.IndexSetup(slots=12),
         [o.Begin(2, says=9), o.MakeSteps(), o.ResetAll(running=1, connector=1), o.ResetAll(connector=1)],
     ),
 }
@@ -195,21 +208,22 @@ def test_every_known_issue_has_a_trigger() -> None:
 @pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
     setup, steps = TRIGGERS[issue.id]
-    history = o.IndexHistory(setup, tuple(steps))
+    if isinstance(setup, o.IndexSetup) and setup.groups != o.IndexSetup().groups and not profile.jobs_by_number:
+        pytest.skip("up to 0.20 only one group of full attention is compared")
+    history = o.OffloadHistory("vllm-offload-index", setup, tuple(steps))
     others = known_issues(profile.release) - {issue.id} - ENTANGLED.get(issue.id, set())
-    assert (offload_index.difference(history, others) is not None) == issue.affects(profile.release)
-    assert offload_index.difference(history) is None
+    assert (difference(history, others) is not None) == issue.affects(profile.release)
+    assert difference(history) is None
 
 
 # A defect for every clause --------------------------------------------------------------------------------------------
 
-DEFECTS = {
-    defect.law: defect
-    for defect in load_defects(Path(__file__).parent / "defects").values()
-    if defect.target == "vllm-offload-index"
-}
+REGISTRY = load_defects(Path(__file__).parent / "defects")
+OF_THE_MODEL = {d.law: d for d in REGISTRY.values() if d.target == "vllm-offload-index" and d.in_model}
+OF_VLLM = {name: d for name, d in REGISTRY.items() if d.target == "vllm-offload-index" and not d.in_model}
 
 NEEDS: dict[str, Callable[[Profile], bool]] = {
+    "LOOKUP-1": lambda profile: "offload-skip-reading-ignored" not in known_issues(profile.release),
     "STORE-2": lambda profile: profile.offers_again_after_preemption,
     "STORE-5": lambda profile: profile.offload_policies,
     "STORE-12": lambda profile: profile.store_mask.name in ("SEGMENT", "PARTIAL_SEGMENT"),
@@ -225,6 +239,7 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "JOB-4": lambda profile: profile.offload_keeps_stepping,
     "JOB-6": lambda profile: not profile.jobs_by_number,
     "TIER-8": lambda profile: profile.offload_reset,
+    "LRU-2": lambda profile: profile.tier_recency.name != "RELEASE",
     "LRU-4": lambda profile: profile.tier_recency.name != "RELEASE",
     "LRU-5": lambda profile: profile.tier_recency.name == "POSITION",
     **dict.fromkeys(
@@ -236,16 +251,31 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
 
 def test_every_clause_has_a_defect() -> None:
     modules = (offload.__name__, tiers.__name__)
-    assert DEFECTS.keys() == {clause.id for clause in CLAUSES.values() if clause.where.startswith(modules)}
+    assert OF_THE_MODEL.keys() == {clause.id for clause in CLAUSES.values() if clause.where.startswith(modules)}
 
 
-@pytest.mark.parametrize("clause", DEFECTS)
-def test_the_defect_is_noticed_in_releases_that_can_break_the_clause(
-    clause: str, profile: Profile, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(offload_index, "FINDINGS_MAX", 1)
-    with planted(DEFECTS[clause]):
+OPS_MAX = 12_000
+"""Within so many ops a defect has shown under its clause; most have after a hundred."""
+
+
+@pytest.mark.parametrize("clause", OF_THE_MODEL)
+def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monkeypatch: Patch) -> None:
+    """In some history, that is: what a defect makes wrong can show under a later clause too."""
+    monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
+    defect = OF_THE_MODEL[clause]
+    with planted(defect):
         if NEEDS.get(clause, lambda profile: True)(profile):
-            assert offload_index.run(DEFECTS[clause].level, 8_000, seed=3).findings
+            assert clause in shown(defect.level, OPS_MAX, clause)
         else:
-            assert not offload_index.run(DEFECTS[clause].level, 500, seed=3).findings
+            assert not equality.run(defect.level, 300, seed=3).findings
+
+
+@pytest.mark.parametrize("name", OF_VLLM)
+def test_a_defect_of_the_newest_release_breaks_the_clause_that_it_is_against(
+    name: str, profile: Profile, monkeypatch: Patch
+) -> None:
+    if profile.release != RELEASES[-1]:
+        pytest.skip(f"planted in the code of {RELEASES[-1]}")
+    monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
+    with planted(OF_VLLM[name]):
+        assert OF_VLLM[name].law in shown(OF_VLLM[name].level, OPS_MAX, OF_VLLM[name].law)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from kvspec.model import ops
 from kvspec.model.clauses import agree
 from kvspec.model.groups import Group
 from kvspec.model.keys import BlockHash, Key
@@ -14,7 +13,14 @@ from kvspec.model.profile import Profile, known_issues
 from kvspec.targets.vllm import core as target
 
 
-def avoided(setup: ops.PoolSetup | ops.CacheSetup, profile: Profile) -> frozenset[str]:
+class Setup(Protocol):
+    """What all setups of a pair have."""
+
+    @property
+    def avoids_known(self) -> bool: ...
+
+
+def avoided(setup: Setup, profile: Profile) -> frozenset[str]:
     """Return the known issues that a history must keep out of the way."""
     return known_issues(profile.release) if setup.avoids_known else frozenset()
 

@@ -4,83 +4,68 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from kvspec import laws
 from kvspec.equality.cache import CachePair
+from kvspec.equality.index import IndexPair
 from kvspec.equality.pool import PoolPair
+from kvspec.equality.tier import TierPair
 from kvspec.laws import Violation
-from kvspec.model import ops
+from kvspec.model import offload_ops, ops
 from kvspec.model.clauses import ClauseBroken
-from kvspec.model.ops import CoreHistory, CoreOp
-from kvspec.model.profile import Profile, known_issues, profile_for
+from kvspec.model.offload_ops import OffloadHistory
+from kvspec.model.ops import CoarseOp, CoreHistory
+from kvspec.model.profile import known_issues, profile_for
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome, innermost_frame
 
-EVENTS = {
-    "evicted": "a block that could be found was reused",
-    "equal-blocks": "two blocks were registered under the same key",
-    "held-again": "a free block was touched",
-    "shared": "a block had two holders",
-    "refused": "a call was refused",
-    "found": "a look-up found something",
-    "left-out": "a null or masked block was left out of a registration",
-    "tail-registered": "a block was registered for a prefix that ends inside it",
-    "promoted": "a block that was registered for a prefix inside it was filled",
-    "hashes-moved": "the hashes of a block were moved",
-    "reused-while-read": "a reader was told that its block is reused",
-    "reset": "the prefix cache was reset",
-    "reset-refused": "a reset was refused",
-    "hit": "a request took over blocks that it had found",
-    "parted": "full attention's hit was longer than the other groups'",
-    "external": "a request took over tokens that came from elsewhere",
-    "left-window": "a request gave up blocks that it didn't read any more",
-    "refused-by-reserve": "a step was refused although there were enough free blocks",
-    "preempted": "a request was preempted",
-    "deferred": "the release of blocks waited for a step in flight",
+PairHistory = CoreHistory | OffloadHistory
+Setup = ops.PoolSetup | ops.CacheSetup | offload_ops.TierSetup | offload_ops.IndexSetup
+
+
+class Pair(Protocol):
+    """The two sides of an equality."""
+
+    reached: Counter[str]
+
+    def apply(self, op: Any) -> None:
+        """Apply an op to both and compare. ClauseBroken if they differ."""
+
+    def state(self) -> Any:
+        """Return what tells one run of a history from another that differs."""
+
+
+_PAIRS: dict[type, Callable[..., Pair]] = {
+    ops.PoolSetup: PoolPair,
+    ops.CacheSetup: CachePair,
+    offload_ops.TierSetup: TierPair,
+    offload_ops.IndexSetup: IndexPair,
 }
-"""What a run can reach -> what it is. A known issue that shortens or skips a step is counted as ``known:ID``."""
 
 
-_ALWAYS = {"evicted", "held-again", "refused", "reset"}
+def history_of(name: str, setup: Setup, steps: Sequence[CoarseOp] = ()) -> PairHistory:
+    """Return the history of a target's pair."""
+    if isinstance(setup, offload_ops.TierSetup | offload_ops.IndexSetup):
+        return OffloadHistory(name, setup, tuple(steps))  # type: ignore[arg-type]
+    return CoreHistory(name, setup, tuple(steps))  # type: ignore[arg-type]
 
 
-POOL_REQUIRED: dict[str, Callable[[Profile], bool]] = {
-    **dict.fromkeys(_ALWAYS | {"equal-blocks", "shared", "found", "left-out"}, lambda profile: True),
-    **dict.fromkeys({"tail-registered", "promoted"}, lambda profile: profile.secondary_hashes),
-    "hashes-moved": lambda profile: profile.moves_hashes,
-    "reused-while-read": lambda profile: profile.pins,
-}
-"""Events that a run of the pool must reach -> whether a release can."""
-
-
-CACHE_REQUIRED: dict[str, Callable[[Profile], bool]] = {
-    **dict.fromkeys(_ALWAYS | {"hit", "external", "left-window", "preempted", "reset-refused"}, lambda profile: True),
-    "parted": lambda profile: profile.retains_shared_prefix,
-    "refused-by-reserve": lambda profile: profile.reserve,
-    "deferred": lambda profile: profile.deferred_frees,
-}
-"""Events that a run of the cache must reach -> whether a release can."""
-
-
-def pair_for(history: CoreHistory, avoid: frozenset[str] | None = None) -> PoolPair | CachePair:
+def pair_for(history: PairHistory, avoid: frozenset[str] | None = None) -> Pair:
     """Return a new pair for a history, with the implementation that is importable."""
-    profile = profile_for(target.release())
-    if isinstance(history.setup, ops.PoolSetup):
-        return PoolPair(history.setup, profile, avoid)
-    return CachePair(history.setup, profile, avoid)
+    return _PAIRS[type(history.setup)](history.setup, profile_for(target.release()), avoid)
 
 
-def replay(history: CoreHistory, avoid: frozenset[str] | None = None) -> Counter[str]:
+def replay(history: PairHistory, avoid: frozenset[str] | None = None) -> Counter[str]:
     """Apply a history to a new pair and return what it reached. ClauseBroken if there is a difference."""
     pair = pair_for(history, avoid)
     for op in history.ops:
-        pair.apply(op)  # type: ignore[arg-type]
+        pair.apply(op)
     return pair.reached
 
 
-def difference(history: CoreHistory, avoid: frozenset[str] | None = None) -> str | None:
+def difference(history: PairHistory, avoid: frozenset[str] | None = None) -> str | None:
     """Return the clause that a history breaks, or the exception that it causes; None for neither."""
     try:
         replay(history, avoid)
@@ -92,28 +77,28 @@ def difference(history: CoreHistory, avoid: frozenset[str] | None = None) -> str
 
 
 class EqualityWorld:
-    """One block pool or KV cache manager, real and modelled, from its start to the first difference."""
+    """A real and a modelled object, side by side from their start to the first difference."""
 
-    def __init__(self, name: str, setup: ops.PoolSetup | ops.CacheSetup) -> None:
+    def __init__(self, name: str, setup: Setup) -> None:
         self.alive = True
         self._name = name
         self._setup = setup
-        self._ops: list[CoreOp] = []
+        self._ops: list[CoarseOp] = []
         self._outcome = Outcome()
         self._trace = hashlib.blake2b(digest_size=16)
-        self._pair: PoolPair | CachePair | None = None
+        self._pair: Pair | None = None
         self._guard("start", self._start)
 
     def _start(self) -> None:
-        self._pair = pair_for(CoreHistory(self._name, self._setup, ()))
+        self._pair = pair_for(self.history())
 
-    def apply(self, op: CoreOp) -> None:
+    def apply(self, op: CoarseOp) -> None:
         """Apply an op to both sides and compare. Does nothing after the first difference."""
         if not self.alive or self._pair is None:
             return
         self._ops.append(op)
         self._outcome.steps += 1
-        pair: Any = self._pair
+        pair = self._pair
         self._guard(str(op.__struct_config__.tag), lambda: pair.apply(op))
         self._trace.update(repr(pair.state()).encode())
 
@@ -124,9 +109,9 @@ class EqualityWorld:
         self._outcome.trace = self._trace.hexdigest()
         return self._outcome
 
-    def history(self) -> CoreHistory:
+    def history(self) -> PairHistory:
         """Return what has happened, as data."""
-        return CoreHistory(self._name, self._setup, tuple(self._ops))
+        return history_of(self._name, self._setup, self._ops)
 
     def _guard(self, kind: str, run: Any) -> None:
         try:
@@ -137,13 +122,15 @@ class EqualityWorld:
             frame = innermost_frame(error, target.own_files())
             if frame is None:
                 raise
-            self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, frame)
+            self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, self._cause() or frame)
 
     def _cause(self) -> str:
         """Return the known issue without which there is no difference, or nothing if there is one anyway."""
         if self._setup.avoids_known:
             return ""
-        issues = sorted(known_issues(profile_for(target.release()).release))
+        level = str(self.history().__struct_config__.tag)
+        known = known_issues(profile_for(target.release()).release)
+        issues = sorted(issue for issue in known if issue.startswith(level))
         for count in range(1, len(issues) + 1):
             if difference(self.history(), frozenset(issues[:count])) is None:
                 return issues[count - 1]
@@ -154,7 +141,7 @@ class EqualityWorld:
         self._outcome.violations.append(Violation(law, message, kind, place, len(self._ops) - 1))
 
 
-def run_history(history: CoreHistory) -> Outcome:
+def run_history(history: PairHistory) -> Outcome:
     """Let a recorded history happen again, up to its first difference."""
     world = EqualityWorld(history.target, history.setup)
     for op in history.ops:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvspec.model.ops import CoreHistory, CoreOp, core_history_from_json
+from kvspec.model.offload_ops import OffloadHistory, offload_history_from_json
+from kvspec.model.ops import CoarseOp, CoreHistory, core_history_from_json
 from kvspec.ops import History, Op, history_from_json, in_words, level_of
 
-AnyHistory = History | CoreHistory
+AnyHistory = History | CoreHistory | OffloadHistory
 """A history of any level."""
-AnyOp = Op | CoreOp
+AnyOp = Op | CoarseOp
 """An op of any level."""
 
 MOVES = (
@@ -25,8 +26,10 @@ def read_history(data: bytes) -> AnyHistory:
             return history_from_json(data)
         case "core":
             return core_history_from_json(data)
+        case "offload":
+            return offload_history_from_json(data)
         case other:
-            raise ValueError(f"not a history: there is no level {other!r}; there are engine and core")
+            raise ValueError(f"not a history: there is no level {other!r}; there are engine, core and offload")
 
 
 def story(history: AnyHistory, schedules: Sequence[str] = ()) -> list[str]:
@@ -35,7 +38,7 @@ def story(history: AnyHistory, schedules: Sequence[str] = ()) -> list[str]:
     The adversary's moves stand under the ops that prescribe them; with ``schedules`` (one per op, and one for
     the drain), under all.
     """
-    if isinstance(history, CoreHistory):
+    if not isinstance(history, History):
         ops = [f"{i}. {_fields_in_words(op)}" for i, op in enumerate(history.ops, 1)]
         return [_setup_in_words(history.setup), *ops]
     prescribed = [getattr(op, "schedule", None) for op in history.ops]
@@ -57,7 +60,7 @@ def _setup_in_words(setup: Any) -> str:
     return f"{setup.__struct_config__.tag or 'engine'}: {_values_in_words(setup)}"
 
 
-def _fields_in_words(op: CoreOp) -> str:
+def _fields_in_words(op: CoarseOp) -> str:
     """Say an op as those of its fields that aren't as usual: ``free: pick 3, count 2``."""
     usual = type(op)()
     values = ", ".join(

@@ -832,7 +832,7 @@ class Offloader:
         OffloadingConnectorScheduler.update_connector_output.
         Releases: all.
         """
-        if self._is_stale(number):
+        if self.is_stale(number):
             return
         job = self.jobs.pop(number)
         keys = job.keys if order is None else order
@@ -850,7 +850,7 @@ class Offloader:
             del self.tracked[job.request.name]
 
     @clause
-    def _is_stale(self, number: int) -> bool:
+    def is_stale(self, number: int) -> bool:
         """JOB-3. Reports of jobs from before a reset are passed over.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,

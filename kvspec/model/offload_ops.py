@@ -10,10 +10,27 @@ from typing import Any
 
 import msgspec
 
+from kvspec.errors import refuse_outside
 from kvspec.model.groups import Group, Kind
-from kvspec.model.ops import CoarseOp
+from kvspec.model.ops import CoarseOp, avoids, coarse_history, refuse_nonsense
 from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
+
+_LIMITS = {
+    "slots": (1, 4096),
+    "chunk_blocks": (1, 16),
+    "gpu_blocks": (2, 4096),
+    "step_tokens": (1, 65536),
+    "running_max": (1, 256),
+}
+"""Least and most of each number of a setup."""
+_POLICIES = ("lru", "arc")
+
+
+def _refuse_nonsense(setup: TierSetup | IndexSetup) -> None:
+    refuse_nonsense(setup, _LIMITS)
+    if setup.policy not in _POLICIES:
+        raise ValueError(f"{setup.policy!r} is no policy; there are {' and '.join(_POLICIES)}")
 
 
 class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="tier"):
@@ -21,6 +38,11 @@ class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     slots: int = 4
     policy: str = "lru"
+    avoids_known: bool = True
+    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
 
 
 class Come(CoarseOp, frozen=True, tag="come"):
@@ -97,7 +119,7 @@ TierOp = Come | LookUp | Offer | EndStore | Load | EndLoad | TouchKeys | Leave |
 _PICK = (0, 30)
 _FIRST = (0, 9)
 
-TIER_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
+RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
     Come: {"shared": (0, 4), "own": (0, 4), "branch": (0, 2)},
     LookUp: {"pick": _PICK, "index": _FIRST},
     Offer: {"pick": _PICK, "first": _FIRST, "count": (0, 5)},
@@ -111,7 +133,7 @@ TIER_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
 }
 """Op -> field -> (smallest, largest) number worth drawing."""
 
-TIER_WEIGHTS: dict[type[CoarseOp], int] = {
+WEIGHTS: dict[type[CoarseOp], int] = {
     Come: 12,
     Offer: 30,
     EndStore: 24,
@@ -126,17 +148,35 @@ TIER_WEIGHTS: dict[type[CoarseOp], int] = {
 """Op -> how often it is drawn, relative to the others."""
 
 
-class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="engine"):
+def tier_setup(profile: Profile, *, slots: int, arc: int, avoids_known: int) -> TierSetup:
+    """Return the setup that some coarse numbers mean for a release."""
+    return TierSetup(slots, "arc" if arc > 0 else "lru", avoids_known=avoids(profile, avoids_known))
+
+
+TIER_SETUP_RANGES = {"slots": (1, 9), "arc": (0, 1), "avoids_known": (0, 7)}
+
+
+class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="index"):
     """An engine with OffloadingConnector and a CPU tier."""
 
     groups: tuple[Group, ...] = (Group(Kind.FULL, 4),)
     chunk_blocks: int = 1
     gpu_blocks: int = 20
-    tier: TierSetup = TierSetup()
+    slots: int = 4
+    policy: str = "lru"
     step_tokens: int = 16
     running_max: int = 3
     asynchronous: bool = False
     prompt_only: bool = False
+    avoids_known: bool = True
+    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+        refuse_outside("the number of groups", len(self.groups), 1, 4)
+        for group in self.groups:
+            if group.kind not in (Kind.FULL, Kind.SLIDING_WINDOW) or group.eagle:
+                raise ValueError(f"{group}: only full attention and sliding windows, without drafts, are compared")
 
 
 class Begin(CoarseOp, frozen=True, tag="begin"):
@@ -196,7 +236,7 @@ PARAMS: tuple[dict[str, Any] | None, ...] = (
 )
 """``kv_transfer_params`` worth trying."""
 
-INDEX_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
+RANGES |= {
     Begin: {
         "shared": (0, 8),
         "own": (0, 9),
@@ -212,14 +252,7 @@ INDEX_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
     ResetAll: {"running": (-1, 1), "connector": (-1, 1)},
 }
 
-INDEX_WEIGHTS: dict[type[CoarseOp], int] = {
-    Begin: 20,
-    MakeSteps: 36,
-    EndTransfer: 8,
-    EndTransfers: 12,
-    AbortOne: 3,
-    ResetAll: 4,
-}
+WEIGHTS |= {Begin: 20, MakeSteps: 36, EndTransfer: 8, EndTransfers: 12, AbortOne: 3, ResetAll: 4}
 
 INDEX_FAMILIES = ("F", "FW", "W", "F2W", "FWW")
 """Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
@@ -237,6 +270,7 @@ def index_setup(
     step_tokens: int,
     asynchronous: int,
     prompt_only: int,
+    avoids_known: int,
 ) -> IndexSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = INDEX_FAMILIES[family] if profile.jobs_by_number else "F"
@@ -253,10 +287,12 @@ def index_setup(
         groups=tuple(groups),
         chunk_blocks=1 if "2" in letters else chunk_blocks,
         gpu_blocks=6 + gpu_blocks * len(groups),
-        tier=TierSetup(slots * len(groups), "arc" if arc > 0 else "lru"),
+        slots=slots * len(groups),
+        policy="arc" if arc > 0 else "lru",
         step_tokens=8 << step_tokens,
         asynchronous=asynchronous > 0,
         prompt_only=prompt_only > 0,
+        avoids_known=avoids(profile, avoids_known),
     )
 
 
@@ -270,17 +306,20 @@ INDEX_SETUP_RANGES = {
     "step_tokens": (0, 3),
     "asynchronous": (-1, 1),
     "prompt_only": (-1, 1),
+    "avoids_known": (0, 7),
 }
 
 
-class IndexHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happened to one CPU tier, or to one engine. Enough to let it happen again."""
+class OffloadHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="offload"):
+    """What happened to one CPU tier, or to one engine with OffloadingConnector. Enough to let it happen again."""
 
+    target: str
+    """``vllm-offload-index@0.33.0``; without a release, the vLLM that was importable."""
     setup: TierSetup | IndexSetup
     ops: tuple[TierOp | IndexOp, ...]
     format: int = HISTORY_FORMAT
 
 
-def index_history_from_json(data: bytes) -> IndexHistory:
-    """Read a history. ValueError if it isn't one."""
-    return msgspec.json.decode(data, type=IndexHistory)
+def offload_history_from_json(data: bytes) -> OffloadHistory:
+    """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
+    return coarse_history(data, OffloadHistory, {TierSetup: TierOp, IndexSetup: IndexOp}, RANGES, ("branch", "params"))

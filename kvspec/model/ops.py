@@ -7,7 +7,9 @@ which numbers are worth drawing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,10 +40,16 @@ _NUMBER_MAX = 10_000
 """No number of an op is larger, or smaller than its negative."""
 
 
-def _refuse_nonsense(setup: PoolSetup | CacheSetup) -> None:
-    for name, (least, most) in _LIMITS.items():
+def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ValueError if a number of a setup is outside its limits."""
+    for name, (least, most) in limits.items():
         if name in setup.__struct_fields__:
             refuse_outside(name, getattr(setup, name), least, most)
+
+
+def avoids(profile: Profile, number: int) -> bool:
+    """Return whether a history keeps known issues out of the way: seven of eight do, all where there are none."""
+    return number > 0 or not known_issues(profile.release)
 
 
 class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="pool"):
@@ -59,7 +67,7 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
     def __post_init__(self) -> None:
-        _refuse_nonsense(self)
+        refuse_nonsense(self, _LIMITS)
 
 
 class Allocate(CoarseOp, frozen=True, tag="allocate"):
@@ -235,7 +243,7 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
     def __post_init__(self) -> None:
-        _refuse_nonsense(self)
+        refuse_nonsense(self, _LIMITS)
         refuse_outside("the number of groups", len(self.groups), 1, 8)
 
 
@@ -353,7 +361,7 @@ def pool_setup(
         caching=caching > 0,
         lookahead=lookahead if profile.lookahead_hashes and lookahead < 3 else 0,
         events=events > 0,
-        avoids_known=avoids_known > 0 or not known_issues(profile.release),
+        avoids_known=avoids(profile, avoids_known),
     )
 
 
@@ -401,8 +409,8 @@ def cache_setup(
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
         spares = reach % 3 if letter == "A" else 0
         groups.append(Group(_KINDS[letter], size, length, draft, align=letter == "A", spares=spares))
-    avoids = avoids_known > 0 or not known_issues(profile.release)
-    if avoids and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
+    avoided = avoids(profile, avoids_known)
+    if avoided and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
@@ -417,7 +425,7 @@ def cache_setup(
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
         eagle_fallback=eagle == 8 and "C" not in letters,
-        avoids_known=avoids,
+        avoids_known=avoided,
     )
 
 
@@ -438,17 +446,40 @@ CACHE_SETUP_RANGES = {
 
 def core_history_from_json(data: bytes) -> CoreHistory:
     """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
+    exact = ("text", "group", "groups")
+    return coarse_history(data, CoreHistory, {PoolSetup: PoolOp, CacheSetup: CacheOp}, RANGES, exact)
+
+
+H = TypeVar("H", bound=msgspec.Struct)
+
+
+def coarse_history(
+    data: bytes,
+    kind: type[H],
+    allowed: Mapping[type, Any],
+    ranges: Mapping[type[CoarseOp], Mapping[str, tuple[int, int]]],
+    exact: Collection[str],
+) -> H:
+    """Read a history of coarse ops. ValueError that says what is wrong, and where, if it isn't one of this format.
+
+    Args:
+        data: JSON.
+        kind: the type of history.
+        allowed: type of a setup -> the ops that it goes with.
+        ranges: op -> field -> numbers worth drawing.
+        exact: fields that nothing outside their range can be; others mean something at any number.
+    """
     try:
-        history = msgspec.json.decode(data, type=CoreHistory)
+        history = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a history: {error}") from error
-    if history.format != HISTORY_FORMAT:
-        raise ValueError(f"history format {history.format}; this kvspec reads format {HISTORY_FORMAT}")
-    allowed = PoolOp if isinstance(history.setup, PoolSetup) else CacheOp
-    for i, op in enumerate(history.ops):
-        if not isinstance(op, allowed):
-            raise ValueError(f"op {i}: a {type(history.setup).__name__} has no {type(op).__name__}")
-        for name, limits in RANGES[type(op)].items():
-            picks = name in ("text", "group", "groups")
-            refuse_outside(f"op {i}: {name}", getattr(op, name), *(limits if picks else (-_NUMBER_MAX, _NUMBER_MAX)))
+    read: Any = history
+    if read.format != HISTORY_FORMAT:
+        raise ValueError(f"history format {read.format}; this kvspec reads format {HISTORY_FORMAT}")
+    for i, op in enumerate(read.ops):
+        if not isinstance(op, allowed[type(read.setup)]):
+            raise ValueError(f"op {i}: a {type(read.setup).__name__} has no {type(op).__name__}")
+        for name, limits in ranges[type(op)].items():
+            within = limits if name in exact else (-_NUMBER_MAX, _NUMBER_MAX)
+            refuse_outside(f"op {i}: {name}", getattr(op, name), *within)
     return history

@@ -661,6 +661,22 @@ KNOWN_ISSUES = (
         "vllm#46014",
     ),
     KnownIssue(
+        "offload-abort-while-loading",
+        "JOB-6",
+        "0.20.2",
+        "0.21.0",
+        "A request that has stored and is aborted while it loads is reported as stored, and released, under the load.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-external-evicts-hits",
+        "ADMIT-1",
+        "0.21.0",
+        "0.24.0",
+        "Blocks for one group's external tokens can be those that another has hit: an assertion, or a wrong load.",
+        "vllm#44409",
+    ),
+    KnownIssue(
         "offload-group-sizes-null",
         "STORE-11",
         "0.21.0",

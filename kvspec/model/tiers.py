@@ -123,10 +123,13 @@ class Recency(Generic[K]):
         Source: vLLM 0.33.0, v1/kv_offload/cpu/policies/lru.py, LRUCachePolicy.evict.
         Releases: all.
         """
-        free = [key for key, chunk in self.chunks.items() if chunk.idle() and key not in protected]
-        tie = self._tie
-        free.sort(key=lambda key: (self.ranks[key], tie(key) if tie else 0))
+        free = [key for key in self.order() if self.chunks[key].idle() and key not in protected]
         return free[:count] if len(free) >= count else None
+
+    def order(self) -> list[K]:
+        """Return all chunks, the least recent first."""
+        tie = self._tie
+        return sorted(self.chunks, key=lambda key: (self.ranks[key], tie(key) if tie else 0))
 
     @clause
     def insert(self, key: K, access: Access[K]) -> None:

@@ -26,6 +26,7 @@ from kvspec.model.profile import KnownIssue, Switch
 from kvspec.spec import found
 from kvspec.spec.found import Place, Subject
 from kvspec.spec.markup import Paragraph, heading, paragraphs
+from kvspec.targets import EQUALITIES
 
 READING = (
     Paragraph(
@@ -249,7 +250,7 @@ def collect() -> Page:
 
 
 def _subject(defect: Defect) -> Subject:
-    is_equality = defect.in_model or defect.target == "vllm-core"
+    is_equality = defect.in_model or defect.target in EQUALITIES
     return Subject("clause" if is_equality else "law", defect.law)
 
 
@@ -321,7 +322,7 @@ def _law(law: Law, facts: _Facts) -> LawPart:
         issues=[
             _known_of_gate(issue)
             for issue in load_known()
-            if issue.target != "vllm-core" and fnmatchcase(law.id, issue.law)
+            if issue.target not in EQUALITIES and fnmatchcase(law.id, issue.law)
         ],
     )
 

@@ -191,7 +191,13 @@ TARGETS = {
     "vllm-offloading": "vLLM's OffloadingConnector with its CPU manager (LRU, ARC), likewise",
     "vllm-multi": "vLLM's MultiConnector of two of these connectors, likewise",
     "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
+    "vllm-offload-index": "OffloadingConnector's store index and CPU tier, beside the model",
 }
+EQUALITIES = {"vllm-core": "core", "vllm-offload-index": "offload"}
+"""Targets that are compared with the model, call by call -> the level of their histories.
+
+The ids of their known issues begin with it too.
+"""
 
 
 def parse_target(name: str) -> tuple[str, str | None]:
@@ -216,7 +222,7 @@ def parse_target(name: str) -> tuple[str, str | None]:
 def load_target(name: str) -> Target:
     """Return the target, in a process whose ``sys.path`` has its release first. KvspecError if it has no engine."""
     target, _ = parse_target(name)
-    if target == "vllm-core":
+    if target in EQUALITIES:
         raise KvspecError(f"{name} is compared with the model, call by call: it has no engine.")
     if target == "vllm-offloading":
         from kvspec.targets.vllm.offloading import OffloadingTarget

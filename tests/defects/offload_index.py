@@ -1,8 +1,12 @@
-"""Defects of the model of OffloadingConnector: for each clause one that makes it differ from the implementation."""
+"""Defects of OffloadingConnector, planted in 0.33.0, and of its model: for each clause one that makes the two differ.
+
+Few of them break a law: what isn't stored, or is evicted too early, is only missed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from kvspec.defects import Defect, Patch
@@ -26,10 +30,22 @@ def _all_hits(f: Any) -> Any:
 
 def _reads_anyway(f: Any) -> Any:
     def lookup(self: Any, request: Any, local: int) -> Any:
-        request.reads_cache = True
-        return f(self, request, local)
+        reads, request.reads_cache = request.reads_cache, True
+        try:
+            return f(self, request, local)
+        finally:
+            request.reads_cache = reads
 
     return lookup
+
+
+def _most_recent(f: Any) -> Any:
+    def victims(self: Any, count: int, protected: Any) -> Any:
+        free = sum(chunk.idle() and key not in protected for key, chunk in self.chunks.items())
+        some = f(self, max(count, free), protected)
+        return some and some[len(some) - count :]
+
+    return victims
 
 
 def _one_less(f: Any) -> Any:
@@ -120,12 +136,7 @@ _CLAUSES: dict[str, Planted] = {
     "STORE-13": ("index", F, "_wanted", lambda f: lambda self, g, blocks, end: [True for _ in blocks]),
     "STORE-14": ("index", F, "reset", _keeps_index),
     "STORE-15": ("index", F, "_turns", lambda f: lambda self, rows, s: f(self, rows, s)[::-1]),
-    "LOOKUP-1": (
-        "index",
-        F,
-        "lookup",
-        lambda f: lambda self, r, n: (setattr(r, "reads_cache", True), f(self, r, n))[1],
-    ),
+    "LOOKUP-1": ("index", F, "lookup", _reads_anyway),
     "LOOKUP-2": ("index", F, "_agreed_hit", lambda f: lambda self, r, n: f(self, r, n) or 0),
     "LOOKUP-3": ("index", F, "_prefix", _all_hits),
     "LOOKUP-4": ("index", F, "_window", lambda f: lambda self, keys, need, end: f(self, keys, need + 1, end + 1)),
@@ -138,7 +149,7 @@ _CLAUSES: dict[str, Planted] = {
     "FENCE-4": ("index", F, "_fenced", lambda f: lambda self, job, rows: f(self, job, rows)._replace(window_blocks=())),
     "JOB-1": ("index", F, "_open", _numbers_skip),
     "JOB-2": ("index", F, "reported", _keeps_fences),
-    "JOB-3": ("index", F, "_is_stale", _answers(False)),
+    "JOB-3": ("index", F, "is_stale", _answers(False)),
     "JOB-4": ("index", F, "keeps_stepping", _answers(False)),
     "JOB-5": ("index", F, "finish", _at_once),
     "JOB-6": ("index", F, "_end_flushed", _answers(None)),
@@ -151,13 +162,13 @@ _CLAUSES: dict[str, Planted] = {
     "TIER-7": ("tier", Tier, "complete_store", lambda f: lambda self, keys, success=True: f(self, keys, success=True)),
     "TIER-8": ("tier", Tier, "reset", _answers(None)),
     "TIER-9": ("tier", Tier, "take_events", lambda f: lambda self: f(self)[::-1]),
-    "LRU-1": ("tier", Recency, "victims", lambda f: lambda self, n, p: (f(self, n, p) or [None])[::-1] or None),
+    "LRU-1": ("tier", Recency, "victims", _most_recent),
     "LRU-2": ("tier", Recency, "insert", lambda f: lambda self, k, a: self.ranks.update({k: (0, 0)})),
     "LRU-3": ("tier", Recency, "touch", _keeps_order),
     "LRU-4": ("tier", Recency, "freed", _frees_at_once),
     "LRU-5": ("tier", Recency, "found", _answers(None)),
     "LRU-6": ("tier", Recency, "finished", _answers(None)),
-    "ARC-1": ("tier", Adaptive, "victims", lambda f: lambda self, n, p: (f(self, n, p) or [None])[::-1] or None),
+    "ARC-1": ("tier", Adaptive, "victims", _most_recent),
     "ARC-2": ("tier", Adaptive, "evicted", lambda f: lambda self, keys: (f(self, keys), self.ghosts_once.clear())),
     "ARC-3": ("tier", Adaptive, "insert", lambda f: lambda self, k, a: self.once.append(k)),
     "ARC-4": ("tier", Adaptive, "touch", _keeps_order),
@@ -176,7 +187,310 @@ def _plant(owner: Any, name: str, wrap: Wrap) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
 
 
-DEFECTS = {
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    return scheduler
+
+
+def _indices(connector: Any) -> dict[str, list[int]]:
+    """Return the store index of each request, per group."""
+    known = connector._req_status.items()
+    return {name: [group.next_stored_chunk_idx for group in status.group_states] for name, status in known}
+
+
+def _put_back(connector: Any, indices: dict[str, list[int]]) -> None:
+    for name, status in connector._req_status.items():
+        for group, index in zip(status.group_states, indices.get(name, ()), strict=False):
+            group.next_stored_chunk_idx = index
+
+
+def _keep_indices(patch: Patch, method: str) -> None:
+    """Plant that a method of the connector's scheduler side leaves the store index of all requests as it is."""
+    owner = _connector().OffloadingConnectorScheduler
+    real = getattr(owner, method)
+
+    @wraps(real)
+    def keeps(self: Any, *args: Any, **named: Any) -> Any:
+        before = _indices(self)
+        answer = real(self, *args, **named)
+        _put_back(self, before)
+        return answer
+
+    patch.setattr(owner, method, keeps)
+
+
+def a_preempted_request_keeps_its_store_index(patch: Patch) -> None:
+    _keep_indices(patch, "get_num_new_matched_tokens")
+
+
+def what_was_loaded_is_offered_again(patch: Patch) -> None:
+    _keep_indices(patch, "update_state_after_alloc")
+
+
+def a_reset_keeps_the_store_index(patch: Patch) -> None:
+    _keep_indices(patch, "_reset_cache")
+
+
+def the_store_index_skips_a_chunk(patch: Patch) -> None:
+    state = _connector().RequestOffloadState
+    real = state.advance_stored_idx
+
+    def advance(self: Any, tokens: int) -> None:
+        before = [group.next_stored_chunk_idx for group in self.group_states]
+        real(self, tokens)
+        for group, index in zip(self.group_states, before, strict=True):
+            group.next_stored_chunk_idx += group.next_stored_chunk_idx > index
+
+    patch.setattr(state, "advance_stored_idx", advance)
+
+
+def a_refused_store_counts_as_stored(patch: Patch) -> None:
+    owner = _connector().OffloadingConnectorScheduler
+    real = owner._build_store_jobs
+
+    def build(self: Any, output: Any) -> Any:
+        jobs = real(self, output)
+        for name, tokens in output.num_scheduled_tokens.items():
+            status = self._req_status[name]
+            computed = status.req.num_computed_tokens + tokens
+            status.advance_stored_idx(self._calc_num_offloadable_tokens(status, computed))
+        return jobs
+
+    patch.setattr(owner, "_build_store_jobs", build)
+
+
+def a_prefix_hit_loses_its_last_chunk(patch: Patch) -> None:
+    owner = _connector().OffloadingConnectorScheduler
+    real = owner._maximal_prefix_lookup
+
+    def lookup(self: Any, *args: Any) -> int | None:
+        found: int | None = real(self, *args)
+        return found and found - 1
+
+    patch.setattr(owner, "_maximal_prefix_lookup", lookup)
+
+
+def a_window_is_a_chunk_shorter(patch: Patch) -> None:
+    owner = _connector().OffloadingConnectorScheduler
+    real = owner._sliding_window_lookup
+
+    def lookup(self: Any, keys: Any, window: int, context: Any, first: int) -> Any:
+        return real(self, keys, max(1, window - 1), context, max(1, first - 1))
+
+    patch.setattr(owner, "_sliding_window_lookup", lookup)
+
+
+def who_must_not_read_the_cache_reads_the_tier(patch: Patch) -> None:
+    owner = _connector().OffloadingConnectorScheduler
+    real = owner.get_num_new_matched_tokens
+
+    def matched(self: Any, request: Any, *args: Any, **named: Any) -> Any:
+        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        try:
+            return real(self, request, *args, **named)
+        finally:
+            request.skip_reading_prefix_cache = skips
+
+    patch.setattr(owner, "get_num_new_matched_tokens", matched)
+
+
+def stores_of_a_preempted_request_are_not_awaited(patch: Patch) -> None:
+    owner = _connector().OffloadingConnectorScheduler
+    real = owner._build_connector_meta
+
+    def build(self: Any, output: Any) -> Any:
+        preempted, output.preempted_req_ids = output.preempted_req_ids, None
+        try:
+            return real(self, output)
+        finally:
+            output.preempted_req_ids = preempted
+
+    patch.setattr(owner, "_build_connector_meta", build)
+
+
+def the_engine_sleeps_over_its_stores(patch: Patch) -> None:
+    patch.setattr(_connector().OffloadingConnectorScheduler, "has_pending_push_work", lambda self: False)
+
+
+def a_chunk_in_flight_is_a_miss(patch: Patch) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
+
+    real = Manager.lookup
+
+    def lookup(self: Any, key: Any, context: Any) -> Any:
+        answer = real(self, key, context)
+        return LookupResult.MISS if answer is LookupResult.HIT_PENDING else answer
+
+    patch.setattr(Manager, "lookup", lookup)
+
+
+def the_end_of_a_load_keeps_a_pin(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
+
+    real = Manager.complete_load
+    patch.setattr(Manager, "complete_load", wraps(real)(lambda self, keys, context: real(self, keys[1:], context)))
+
+
+def a_failed_store_counts(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
+
+    real = Manager.complete_store
+    patch.setattr(Manager, "complete_store", wraps(real)(lambda self, keys, context, **_: real(self, keys, context)))
+
+
+def the_first_event_of_the_tier_is_lost(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager as Manager
+
+    real = Manager.take_events
+    patch.setattr(Manager, "take_events", lambda self: list(real(self))[1:])
+
+
+def the_most_recent_chunk_is_evicted(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy as Policy
+
+    def evict(self: Any, count: int, protected: set[Any]) -> Any:
+        free = sorted(self._evictable - protected, key=lambda key: (self._ranks[key], key))
+        if len(free) < count:
+            return None
+        taken = free[len(free) - count :]
+        self._evictable.difference_update(taken)
+        for key in taken:
+            del self._ranks[key]
+        return [(key, self.chunks.pop(key)) for key in taken]
+
+    patch.setattr(Policy, "evict", evict)
+
+
+def ghosts_teach_nothing(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy as Policy
+
+    patch.setattr(Policy, "_adapt_to_ghost_hit", lambda self, *args: None)
+
+
+def _of_vllm(kind: str, law: str, level: str, plant: Any, sentence: str) -> tuple[str, Defect]:
+    return plant.__name__, Defect("vllm-offload-index", kind, law, sentence, plant, level)
+
+
+_OF_VLLM = dict(
+    [
+        _of_vllm(
+            "cursor",
+            "STORE-9",
+            "index",
+            the_store_index_skips_a_chunk,
+            "The store index passes one chunk more than was offered, which is never stored.",
+        ),
+        _of_vllm(
+            "preemption",
+            "STORE-2",
+            "index",
+            a_preempted_request_keeps_its_store_index,
+            "After a preemption, chunks that were offered before are not offered again.",
+        ),
+        _of_vllm(
+            "cursor",
+            "STORE-3",
+            "index",
+            what_was_loaded_is_offered_again,
+            "A load does not move the store index.",
+        ),
+        _of_vllm(
+            "reset",
+            "STORE-14",
+            "index",
+            a_reset_keeps_the_store_index,
+            "After a reset, what was stored before is not stored again.",
+        ),
+        _of_vllm(
+            "cursor",
+            "STORE-8",
+            "index",
+            a_refused_store_counts_as_stored,
+            "What the tier has no room for is never offered again.",
+        ),
+        _of_vllm(
+            "index",
+            "LOOKUP-1",
+            "index",
+            who_must_not_read_the_cache_reads_the_tier,
+            "A request that must not hit, hits.",
+        ),
+        _of_vllm(
+            "index",
+            "LOOKUP-3",
+            "index",
+            a_prefix_hit_loses_its_last_chunk,
+            "A hit of full attention is a chunk shorter than it may be.",
+        ),
+        _of_vllm(
+            "window",
+            "LOOKUP-4",
+            "index",
+            a_window_is_a_chunk_shorter,
+            "A window is found although its first chunk is missing.",
+        ),
+        _of_vllm(
+            "preemption",
+            "FENCE-1",
+            "index",
+            stores_of_a_preempted_request_are_not_awaited,
+            "The blocks of a preempted request are written while they are stored.",
+        ),
+        _of_vllm(
+            "completion",
+            "JOB-4",
+            "index",
+            the_engine_sleeps_over_its_stores,
+            "The engine goes idle while stores are in flight.",
+        ),
+        _of_vllm(
+            "index",
+            "TIER-1",
+            "tier",
+            a_chunk_in_flight_is_a_miss,
+            "A chunk that is being stored is not there, instead of being there soon.",
+        ),
+        _of_vllm(
+            "pinning",
+            "TIER-3",
+            "tier",
+            the_end_of_a_load_keeps_a_pin,
+            "A chunk that was loaded can never be evicted.",
+        ),
+        _of_vllm(
+            "completion",
+            "TIER-7",
+            "tier",
+            a_failed_store_counts,
+            "Chunks whose store has failed can be loaded.",
+        ),
+        _of_vllm(
+            "events",
+            "TIER-9",
+            "tier",
+            the_first_event_of_the_tier_is_lost,
+            "Of the events that are taken, the first is lost.",
+        ),
+        _of_vllm(
+            "eviction order",
+            "LRU-1",
+            "tier",
+            the_most_recent_chunk_is_evicted,
+            "The chunk goes that was used last.",
+        ),
+        _of_vllm(
+            "eviction order",
+            "ARC-5",
+            "tier",
+            ghosts_teach_nothing,
+            "A chunk that was evicted too early does not move the target.",
+        ),
+    ]
+)
+
+DEFECTS = _OF_VLLM | {
     f"model_breaks_{clause}": Defect(
         "vllm-offload-index",
         "model",

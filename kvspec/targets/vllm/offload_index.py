@@ -25,6 +25,8 @@ class TierState(NamedTuple):
     """Key -> slot, whether it is ready, pins."""
     order: list[RawKey]
     """LRU: the chunks that may be evicted, in the order in which they would be; empty of ARC."""
+    recency: list[RawKey]
+    """LRU: all chunks in that order; empty where only chunks that may be evicted have one, and of ARC."""
     lists: tuple[list[RawKey], ...]
     """ARC: used once, used again, the ghosts of both; none of LRU."""
     target: float
@@ -127,9 +129,9 @@ def tier_state(manager: Any) -> TierState:
     policy = manager._policy
     if hasattr(policy, "t1"):
         lists = tuple(list(some) for some in (policy.t1, policy.t2, policy.b1, policy.b2))
-        return TierState(_chunks({**policy.t1, **policy.t2}), [], lists, policy.target_t1_size)
+        return TierState(_chunks({**policy.t1, **policy.t2}), [], [], lists, policy.target_t1_size)
     chunks = policy.chunks if hasattr(policy, "chunks") else policy.blocks
-    return TierState(_chunks(chunks), _order(policy, chunks), (), 0.0)
+    return TierState(_chunks(chunks), _order(policy, chunks), _recency(policy, chunks), (), 0.0)
 
 
 def _chunks(chunks: dict[RawKey, Any]) -> dict[RawKey, tuple[int, bool, int]]:
@@ -144,6 +146,12 @@ def _order(policy: Any, chunks: dict[RawKey, Any]) -> list[RawKey]:
         return sorted(policy._evictable, key=lambda key: (policy._ranks[key], key))
     idle = getattr(policy, "evictable_chunks", getattr(policy, "evictable_blocks", None))
     return [key for key, chunk in chunks.items() if chunk.ref_cnt == 0] if idle is None else list(idle)
+
+
+def _recency(policy: Any, chunks: dict[RawKey, Any]) -> list[RawKey]:
+    if hasattr(policy, "_ranks"):  # 0.31 and later
+        return sorted(chunks, key=lambda key: (policy._ranks[key], key))
+    return [] if hasattr(policy, "mark_evictable") else list(chunks)
 
 
 def make_key(block_hash: bytes, group: int) -> RawKey:
@@ -242,10 +250,29 @@ class ConnectorState(NamedTuple):
     next_stored: dict[str, list[int]]
     """Request -> next chunk to be offered, per group."""
     keys: dict[str, list[list[RawKey]]]
+    tables: dict[str, list[list[int]]]
+    """Request -> block ids, per group."""
     open_jobs: dict[str, set[int]]
     fences: dict[int, set[int]]
     """Block -> jobs that must end before it is written."""
     loading: set[RawKey]
+
+
+class Offer(NamedTuple):
+    """Keys that a request has offered to the tier."""
+
+    request: str
+    keys: list[RawKey]
+    taken: list[RawKey] | None
+    """Those that are to be stored; None if the offer was refused."""
+
+
+class Search(NamedTuple):
+    """A look-up of a group's keys."""
+
+    keys: tuple[RawKey, ...]
+    found: int | None
+    """Chunks up to where the hit ends; None to ask again."""
 
 
 Observer = Callable[..., None]
@@ -303,9 +330,12 @@ class RealEngine:
             part.manager = RealTier(slots, policy).manager
         self.workers = [Worker() for _ in parts]
         self.in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
-        self.offers: list[tuple[list[RawKey], list[RawKey] | None]] = []
-        """To the first connector's tier, since whoever reads it has emptied it: keys, and those taken, or None."""
-        self._watch_offers(self.connectors[0].manager)
+        self.offers: list[Offer] = []
+        """To the first connector's tier, since whoever reads it has emptied it."""
+        self.searches: list[Search] = []
+        """Of the first connector, likewise."""
+        self._watch_offers(self.connectors[0])
+        self._watch_searches(self.connectors[0])
         if observe is not None:
             self._watch(self.connectors[0], observe)
 
@@ -416,20 +446,34 @@ class RealEngine:
         return ConnectorState(
             {name: [_next_stored(group) for group in status.group_states] for name, status in statuses.items()},
             {name: [list(group.offload_keys) for group in status.group_states] for name, status in statuses.items()},
+            {name: [list(group.block_ids) for group in status.group_states] for name, status in statuses.items()},
             {name: set(getattr(status, "transfer_jobs", ())) for name, status in statuses.items()},
             {block: set(jobs) for block, jobs in getattr(connector, "_block_id_to_pending_jobs", {}).items()},
             set(loading or ()),
         )
 
-    def _watch_offers(self, manager: Any) -> None:
-        prepare_store = manager.prepare_store
+    def _watch_offers(self, connector: Any) -> None:
+        prepare_store = connector.manager.prepare_store
 
         def watched(keys: Collection[RawKey], context: Any) -> Any:
             placed = prepare_store(keys, context)
-            self.offers.append((list(keys), None if placed is None else list(placed.keys_to_store)))
+            name = next(name for name, status in connector._req_status.items() if status.req_context is context)
+            self.offers.append(Offer(name, list(keys), None if placed is None else list(placed.keys_to_store)))
             return placed
 
-        manager.prepare_store = watched
+        connector.manager.prepare_store = watched
+
+    def _watch_searches(self, connector: Any) -> None:
+        for name in ("_maximal_prefix_lookup", "_sliding_window_lookup"):
+            search = getattr(connector, name)
+
+            def watched(keys: Collection[RawKey], *more: Any, search: Any = search) -> Any:
+                keys = list(keys)
+                found = search(keys, *more)
+                self.searches.append(Search(tuple(keys), found))
+                return found
+
+            setattr(connector, name, watched)
 
     def _watch(self, connector: Any, observe: Observer) -> None:
         for name, describe in _CALLS.items():
@@ -548,6 +592,7 @@ def _scheduler(
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
 
     core.register_specs()
@@ -561,6 +606,11 @@ def _scheduler(
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
+    if "shared_by" in _parameters(KVCacheTensor):  # up to 0.29; 0.23 and 0.24 divide by what a block takes
+        kv_cache_config.kv_cache_tensors = [
+            KVCacheTensor(size=64 * setup.gpu_blocks, shared_by=group.layer_names)
+            for group in kv_cache_config.kv_cache_groups
+        ]
     sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
     scheduler = scheduler_class(
@@ -649,10 +699,12 @@ def _seen_step(connector: Any, output: Any) -> tuple[StepSeen]:
 
 
 def _seen_report(connector: Any, output: Any) -> tuple[Any, ...]:
-    """Ended jobs with their keys in the order in which the release goes through them; up to 0.20, requests."""
+    """Ended jobs with their keys in the order in which the release goes through them, or None if it doesn't know the
+    job; up to 0.20, requests.
+    """
     meta = getattr(output, "kv_connector_worker_meta", None)
     jobs = {
-        job: list(connector._jobs[job].keys) if job in connector._jobs else []
+        job: list(connector._jobs[job].keys) if job in connector._jobs else None
         for job in (meta.completed_jobs if meta is not None else ())
     }
     return jobs, set(output.finished_sending or ()), set(output.finished_recving or ())
