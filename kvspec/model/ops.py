@@ -32,6 +32,7 @@ _LIMITS = {
     "in_flight_tokens": (1, 65536),
     "watermark_percent": (0, 100),
     "interval": (-1, 64),
+    "unit": (0, 4096),
 }
 """Least and most of each number of a setup."""
 _NUMBER_MAX = 10_000
@@ -229,6 +230,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     watermark_percent: int = 0
     interval: int = -1
     """Sparse retention, in units of the alignment; -1 for none."""
+    unit: int = 0
+    """Tokens of a hash block; 0 for as many as possible."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
     avoids_known: bool = True
@@ -367,6 +370,9 @@ POOL_SETUP_RANGES = {
 }
 
 FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF")
+INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
+"""Those whose hits can end inside blocks; most of them with hash blocks smaller than any block."""
+FAMILIES += 2 * INSIDE_FAMILIES
 """Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
 
 _KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA, "A": Kind.MAMBA}
@@ -385,6 +391,7 @@ def cache_setup(
     in_flight: int,
     watermark: int,
     interval: int,
+    unit: int,
     avoids_known: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
@@ -407,6 +414,7 @@ def cache_setup(
     spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
     every_state = profile.caches_every_state or "M" not in letters
+    may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
     return CacheSetup(
         groups=tuple(groups),
         blocks=6 + blocks * len(groups) // block_tokens,
@@ -416,6 +424,7 @@ def cache_setup(
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
+        unit=(0, size, size, size // 2)[unit] if may_be_smaller else 0,
         eagle_fallback=eagle == 8 and "C" not in letters,
         avoids_known=avoids,
     )
@@ -432,6 +441,7 @@ CACHE_SETUP_RANGES = {
     "in_flight": (0, 3),
     "watermark": (-4, 2),
     "interval": (-3, 2),
+    "unit": (0, 3),
     "avoids_known": (0, 7),
 }
 
