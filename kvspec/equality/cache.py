@@ -60,7 +60,7 @@ class CachePair:
         self.names = Names()
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
-        self.arrived = 0
+        self.prompts: list[list[int]] = []
         groups = [replace(group, eagle=True) for group in setup.groups] if setup.eagle_fallback else setup.groups
         cp = ContextParallel(setup.prefill, setup.decode)
         interval = None
@@ -147,10 +147,11 @@ class CachePair:
         if len(self.live) >= _LIVE_MAX:
             return
         content = _CONTENTS_OF_REQUESTS.get(op.content, PLAIN)
-        tokens = list(range(4 * op.shared)) + [1000 * (op.branch + 1) + i for i in range(op.tail)]
+        begin = self.prompts[-op.again :][0] if op.again > 0 and self.prompts else list(range(4 * op.shared))
+        tokens = begin + [1000 * (op.branch + 1) + i for i in range(op.tail)]
         tokens = tokens[: self.setup.max_tokens - 8] or [0]
-        self.arrived += 1
-        name = f"r{self.arrived}"
+        self.prompts.append(tokens)
+        name = f"r{len(self.prompts)}"
         text = self.model.text(tokens, content)
         model = Request(name, text, len(tokens), reads_cache=op.reads_cache > 0)
         real = target.make_request(
@@ -184,6 +185,7 @@ class CachePair:
         delay = bool(op.delay and external)
         left = known - local - external
         new = 0 if delay else min(op.tokens, left) if left > 0 else min(op.tokens, 1)
+        new = self._cut(request, local + external, new, op.stop)
         new += max(0, op.drafts) if 0 < new == left else 0
         too_far = left < (-3 if holds else 0) or local + external + new > self.setup.max_tokens
         if hit and hit.tokens % self.model.layout.alignment and external:
@@ -234,6 +236,15 @@ class CachePair:
             self.real.register(real, request.computed)
             self._agree_on_registration(live)
             self._compare(queue="REG-1", references="REG-1", hashes="REG-1", rows="REG-1")
+
+    def _cut(self, request: Request, computed: int, new: int, stop: int) -> int:
+        """Return the new tokens of a chunk that ends where the scheduler of align mode, or another one, ends it."""
+        spans = [span for group, span in zip(self.model.groups, self.model.spans, strict=True) if group.align]
+        if not (spans and stop):
+            return new
+        unit = spans[0] if stop == 1 else self.model.layout.hash_tokens
+        end = min(computed + new, request.prompt_tokens - 1 if stop > 2 else computed + new) // unit * unit
+        return end - computed if end > computed else new
 
     def _agree_on_refusal(
         self, request: Request, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any

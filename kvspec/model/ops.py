@@ -243,8 +243,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
-    """A request arrives: ``shared`` times 4 tokens of the trunk, then ``tail`` of branch ``branch``. ``content``
-    picks salt, adapter, images.
+    """A request arrives: ``shared`` times 4 tokens of the trunk, or an earlier prompt, then ``tail`` of branch
+    ``branch``. ``content`` picks salt, adapter, images.
     """
 
     shared: int = 0
@@ -252,6 +252,8 @@ class Arrive(CoarseOp, frozen=True, tag="arrive"):
     branch: int = 0
     content: int = 0
     reads_cache: int = 1
+    again: int = 0
+    """If positive: the prompt of the so-manyth last request takes the place of the trunk."""
 
 
 class Schedule(CoarseOp, frozen=True, tag="schedule"):
@@ -270,6 +272,10 @@ class Schedule(CoarseOp, frozen=True, tag="schedule"):
     others_run: int = 0
     in_flight: int = 0
     """So many of its computed tokens are still in flight."""
+    stop: int = 0
+    """With a Mamba group in align mode the chunk ends at the end of a block (1), of a hash block (2), of one before the
+    prompt's last token (3), if it reaches that; else (0) anywhere.
+    """
 
 
 class Output(CoarseOp, frozen=True, tag="output"):
@@ -310,6 +316,7 @@ RANGES |= {
         "branch": (0, 2),
         "content": (0, 7),
         "reads_cache": (0, 5),
+        "again": (-4, 4),
     },
     Schedule: {
         "pick": _PICK,
@@ -322,6 +329,7 @@ RANGES |= {
         "reserved": (-4, 3),
         "others_run": _BIT,
         "in_flight": (-6, 6),
+        "stop": (0, 3),
     },
     Output: {"pick": _PICK, "tokens": (1, 3), "rejected": (-2, 2)},
     Preempt: {"pick": _PICK},
@@ -330,7 +338,7 @@ RANGES |= {
     NewStep: {},
 }
 
-WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 4}
+WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 10}
 
 
 CoreOp = PoolOp | CacheOp
