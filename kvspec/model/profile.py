@@ -665,6 +665,14 @@ KNOWN_ISSUES = (
         "tests/test_core_machine.py",
     ),
     KnownIssue(
+        "core-passed-state-registered",
+        "REG-6",
+        "0.26.0",
+        "0.32.0",
+        "A step that is scheduled before the first output registers a state that is past the prompt's end as the end's.",
+        "tests/bugs/core_passed_state_registered.py",
+    ),
+    KnownIssue(
         "core-states-over-allocated",
         "STATE-2",
         "0.20.2",

@@ -408,7 +408,8 @@ class RealCache:
 
         register_specs()
         config = cache_config(groups, num_blocks, caching, interval)
-        alignment, hash_tokens = _block_sizes(config, groups[0][1], caching, prefill, decode, unit)
+        block_tokens = next((tokens for kind, tokens, *_ in groups if kind == "mamba-align"), groups[0][1])
+        alignment, hash_tokens = _block_sizes(config, block_tokens, caching, prefill, decode, unit)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
         in_flight = "max_in_flight_tokens" if "max_in_flight_tokens" in known else "max_num_batched_tokens"
