@@ -216,9 +216,9 @@ class CachePair:
             )
         )
         self._agree_on_refusal(request, settings, hit, expect, actual)
-        self._agree_on_rows(live, local + external, external, holds)
         if self.profile.hits_inside:
-            self._agree_on_copies(live)
+            self._agree_on_copies(hit)
+        self._agree_on_rows(live, local + external, external, holds)
         agree("STATE-2" if any(group.align for group in self.model.groups) else "ALLOC-7", expect, actual)
         self._agree_on_registration(live)
         self._compare(queue="ALLOC-7", references="ALLOC-5", hashes="INDEX-4", rows="ALLOC-7")
@@ -258,7 +258,8 @@ class CachePair:
             for group, row in zip(self.model.groups, hit.blocks, strict=True)
         )
         aligned = any(group.align for group in self.model.groups)
-        clauses = ["NEED-2" if fresh else "STATE-1" if aligned else "NEED-1"] * 2
+        inside = hit is not None and any(self.model.copies_needed(hit, index) for index in range(len(hit.blocks)))
+        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if aligned else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
         for clause, expected, seen in zip(clauses, *counts, strict=False):
@@ -280,10 +281,11 @@ class CachePair:
             covered = blocks_for(computed, span)
             agree("ALLOC-6" if external else "ALLOC-5", row[:covered], actual[:covered])
 
-    def _agree_on_copies(self, live: Live) -> None:
-        """Compare what must be copied before the step runs, and where the request has gone on."""
+    def _agree_on_copies(self, hit: Hit | None) -> None:
+        """Compare what must be copied before the step runs."""
         for group, copies, actual in zip(self.model.groups, self.model.copies, self.real.copies(), strict=True):
-            agree("STATE-4" if group.align else "ALLOC-9", [tuple(copy) for copy in copies], actual)
+            clause = "STATE-4" if group.align and hit is None else "ALLOC-9"
+            agree(clause, [tuple(copy) for copy in copies], actual)
 
     def _agree_on_registration(self, live: Live) -> None:
         """Compare which blocks were registered."""

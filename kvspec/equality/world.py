@@ -33,6 +33,8 @@ EVENTS = {
     "reset": "the prefix cache was reset",
     "reset-refused": "a reset was refused",
     "hit": "a request took over blocks that it had found",
+    "hit-inside": "a hit ended inside a block",
+    "copied": "a block was copied because its request goes on inside it",
     "parted": "full attention's hit was longer than the other groups'",
     "external": "a request took over tokens that came from elsewhere",
     "left-window": "a request gave up blocks that it didn't read any more",
@@ -58,6 +60,7 @@ POOL_REQUIRED: dict[str, Callable[[Profile], bool]] = {
 CACHE_REQUIRED: dict[str, Callable[[Profile], bool]] = {
     **dict.fromkeys(_ALWAYS | {"hit", "external", "left-window", "preempted", "reset-refused"}, lambda profile: True),
     "parted": lambda profile: profile.retains_shared_prefix,
+    **dict.fromkeys({"hit-inside", "copied"}, lambda profile: profile.hits_inside),
     "refused-by-reserve": lambda profile: profile.reserve,
     "deferred": lambda profile: profile.deferred_frees,
 }

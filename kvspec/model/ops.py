@@ -377,10 +377,13 @@ POOL_SETUP_RANGES = {
     "avoids_known": (0, 7),
 }
 
-FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF")
 INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
-"""Those whose hits can end inside blocks; most of them with hash blocks smaller than any block."""
-FAMILIES += 2 * INSIDE_FAMILIES
+"""Families whose hits can end inside blocks, some only with hash blocks that are smaller than all blocks."""
+
+FAMILIES = (
+    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF"),
+    *INSIDE_FAMILIES * 2,
+)
 """Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
 
 _KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA, "A": Kind.MAMBA}

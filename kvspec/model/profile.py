@@ -669,7 +669,7 @@ KNOWN_ISSUES = (
         "REG-6",
         "0.26.0",
         "0.32.0",
-        "A step that is scheduled before the first output registers a state that is past the prompt's end as the end's.",
+        "A step that is scheduled before the first output registers a state past the prompt's end as that of the end.",
         "tests/bugs/core_passed_state_registered.py",
     ),
     KnownIssue(
