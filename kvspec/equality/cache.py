@@ -8,23 +8,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvspec.equality.compare import Names, Refused, attempt, avoided, compare_events, compare_pools, described
+from kvspec.equality.contents import content_of
 from kvspec.model import ops
 from kvspec.model.cache import CacheManager
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
-from kvspec.model.keys import PLAIN, Content, Image, Text
+from kvspec.model.keys import Text
 from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile
 from kvspec.model.requests import Hit, Request
 from kvspec.model.scaling import ContextParallel, alignment_tokens
 from kvspec.targets.vllm import core as target
-
-_CONTENTS_OF_REQUESTS = {
-    5: Content(salt="salt"),
-    6: Content(adapter=("lora", "/lora")),
-    7: Content(images=(Image("cat", 3, 6),)),
-}
 
 _LIVE_MAX = 6
 """Requests at once."""
@@ -146,7 +141,7 @@ class CachePair:
     def arrive(self, op: ops.Arrive) -> None:
         if len(self.live) >= _LIVE_MAX:
             return
-        content = _CONTENTS_OF_REQUESTS.get(op.content, PLAIN)
+        content = content_of(op.content, self.avoid)
         begin = self.prompts[-op.again :][0] if op.again > 0 and self.prompts else list(range(4 * op.shared))
         tokens = begin + [1000 * (op.branch + 1) + i for i in range(op.tail)]
         tokens = tokens[: self.setup.max_tokens - 8] or [0]

@@ -244,7 +244,7 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
     """A request arrives: ``shared`` times 4 tokens of the trunk, or an earlier prompt, then ``tail`` of branch
-    ``branch``. ``content`` picks salt, adapter, images.
+    ``branch``. ``content`` picks adapter, images, salt.
     """
 
     shared: int = 0
@@ -314,7 +314,7 @@ RANGES |= {
         "shared": (0, 10),
         "tail": (0, 9),
         "branch": (0, 2),
-        "content": (0, 7),
+        "content": (0, 119),
         "reads_cache": (0, 5),
         "again": (-4, 4),
     },

@@ -12,8 +12,9 @@ writer = cache.request("writer", range(6))
 cache.compute(writer, 6)
 cache.manager.new_step_starts()
 cache.compute(writer, 1)  # its token is being sampled
-copies, _ = cache.manager.take_kv_cache_block_copies()
-cache.manager.evict_blocks({copy.dst_block_id for copy in copies})
+if hasattr(cache.manager, "take_kv_cache_block_copies"):  # 0.26 and later
+    copies, _ = cache.manager.take_kv_cache_block_copies()
+    cache.manager.evict_blocks({copy.dst_block_id for copy in copies})
 tokens, (_, state) = cache.hit(cache.request("reader", range(7)))
 running = cache.rows(writer)[1][-1]
 print(f"hit of {tokens} tokens: state in block {state}, the writer's state after 7 tokens is in block {running}")
