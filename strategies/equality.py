@@ -15,11 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvspec.equality.cache import CACHE_ARMS
 from kvspec.equality.pool import POOL_ARMS
-from kvspec.equality.world import CACHE_REQUIRED, POOL_REQUIRED, EqualityWorld, pair_for
+from kvspec.equality.steps import STEP_ARMS
+from kvspec.equality.world import CACHE_REQUIRED, POOL_REQUIRED, STEPS_REQUIRED, EqualityWorld, pair_for
 from kvspec.model import ops
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.ops import CoreHistory, CoreOp
 from kvspec.model.profile import Profile, profile_for
+from kvspec.model.step_ops import draw_step_setup
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome
@@ -34,8 +36,14 @@ Mix = tuple[list[type[Any]], list[int]]
 """Kinds of ops, and how often each occurs."""
 
 
-def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.PoolSetup | ops.CacheSetup:
-    """Draw a setup of a level, ``pool`` or ``cache``; ``fixed`` are coarse numbers that aren't drawn."""
+_ARMS: dict[str, dict[type[Any], Any]] = {"pool": POOL_ARMS, "cache": CACHE_ARMS, "scheduler": STEP_ARMS}
+_REQUIRED = {"pool": POOL_REQUIRED, "cache": CACHE_REQUIRED, "scheduler": STEPS_REQUIRED}
+
+
+def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.CoreSetup:
+    """Draw a setup of a level, ``pool``, ``cache`` or ``scheduler``; ``fixed`` are coarse numbers that aren't drawn."""
+    if level == "scheduler":
+        return draw_step_setup(random)
     if level == "pool":
         return ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES) | fixed)
     return ops.cache_setup(profile, **_drawn(random, ops.CACHE_SETUP_RANGES) | fixed)
@@ -43,7 +51,7 @@ def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> op
 
 def draw_mix(random: Random, level: str) -> Mix:
     """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
-    arms = POOL_ARMS if level == "pool" else CACHE_ARMS
+    arms = _ARMS[level]
     needed = 0 if level == "pool" else 2  # requests must arrive and be scheduled
     weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(arms)]
     return list(arms), weights if any(weights) else [1] * len(weights)
@@ -80,7 +88,7 @@ class EqualityMachine(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         """Begin with a pool or, more often, a cache."""
         random = Random(seed)
-        level = random.choice(("pool", "cache", "cache", "cache"))
+        level = random.choice(("pool", "cache", "cache", "scheduler"))
         self.mix = draw_mix(random, level)
         self.world = EqualityWorld(self.target, draw_setup(random, level, self.profile))
 
@@ -100,7 +108,7 @@ def machine_of(name: str) -> type[EqualityMachine]:
     """Return the machine for a target, with what its release can and so must reach."""
     target.warm_up()
     profile = profile_for(target.release())
-    required = {event for event, when in {**POOL_REQUIRED, **CACHE_REQUIRED}.items() if when(profile)}
+    required = {event for event, when in {**POOL_REQUIRED, **CACHE_REQUIRED, **STEPS_REQUIRED}.items() if when(profile)}
     values = {"target": name, "profile": profile, "REQUIRED": frozenset(required)}
     return type(EqualityMachine.__name__, (EqualityMachine,), values)
 
@@ -171,14 +179,13 @@ def run(level: str, ops_wanted: int, seed: int, family: str | None = None, budge
 
 def hollow(tally: Tally, level: str, profile: Profile) -> set[str]:
     """Return the required events that a run has missed."""
-    required = POOL_REQUIRED if level == "pool" else CACHE_REQUIRED
-    return {event for event, when in required.items() if when(profile)} - (+tally.reached).keys()
+    return {event for event, when in _REQUIRED[level].items() if when(profile)} - (+tally.reached).keys()
 
 
 def main() -> int:
     """Apply random histories to the model and to the vLLM that is importable; tell ops and differences."""
     parser = argparse.ArgumentParser(prog="python -m strategies.equality", description=main.__doc__)
-    parser.add_argument("--level", choices=("pool", "cache"), default="cache", help="what is compared [cache]")
+    parser.add_argument("--level", choices=tuple(_ARMS), default="cache", help="what is compared [cache]")
     parser.add_argument("--ops", type=int, default=20_000, help="how many [20000]")
     parser.add_argument("--seed", type=int, default=0, help="where to start [0]")
     arguments = parser.parse_args()

@@ -10,11 +10,13 @@ from typing import Any
 from kvspec import laws
 from kvspec.equality.cache import CachePair
 from kvspec.equality.pool import PoolPair
+from kvspec.equality.steps import StepPair
 from kvspec.laws import Violation
 from kvspec.model import ops
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.ops import CoreHistory, CoreOp
 from kvspec.model.profile import Profile, known_issues, profile_for
+from kvspec.model.step_ops import StepSetup
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome, innermost_frame
 
@@ -40,6 +42,8 @@ EVENTS = {
     "left-window": "a request gave up blocks that it didn't read any more",
     "refused-by-reserve": "a step was refused although there were enough free blocks",
     "preempted": "a request was preempted",
+    "steps-overlap": "two steps were in flight between steps",
+    "reset-in-flight": "running requests were preempted by a reset while a step was in flight",
     "deferred": "the release of blocks waited for a step in flight",
 }
 """What a run can reach -> what it is. A known issue that shortens or skips a step is counted as ``known:ID``."""
@@ -66,12 +70,19 @@ CACHE_REQUIRED: dict[str, Callable[[Profile], bool]] = {
 }
 """Events that a run of the cache must reach -> whether a release can."""
 
+STEPS_REQUIRED: dict[str, Callable[[Profile], bool]] = dict.fromkeys(
+    ("preempted", "reset", "reset-refused", "reset-in-flight", "steps-overlap"), lambda profile: True
+)
+"""Events that a run of the scheduler must reach -> whether a release can."""
 
-def pair_for(history: CoreHistory, avoid: frozenset[str] | None = None) -> PoolPair | CachePair:
+
+def pair_for(history: CoreHistory, avoid: frozenset[str] | None = None) -> PoolPair | CachePair | StepPair:
     """Return a new pair for a history, with the implementation that is importable."""
     profile = profile_for(target.release())
     if isinstance(history.setup, ops.PoolSetup):
         return PoolPair(history.setup, profile, avoid)
+    if isinstance(history.setup, StepSetup):
+        return StepPair(history.setup)
     return CachePair(history.setup, profile, avoid)
 
 
@@ -97,14 +108,14 @@ def difference(history: CoreHistory, avoid: frozenset[str] | None = None) -> str
 class EqualityWorld:
     """One block pool or KV cache manager, real and modelled, from its start to the first difference."""
 
-    def __init__(self, name: str, setup: ops.PoolSetup | ops.CacheSetup) -> None:
+    def __init__(self, name: str, setup: ops.CoreSetup) -> None:
         self.alive = True
         self._name = name
         self._setup = setup
         self._ops: list[CoreOp] = []
         self._outcome = Outcome()
         self._trace = hashlib.blake2b(digest_size=16)
-        self._pair: PoolPair | CachePair | None = None
+        self._pair: PoolPair | CachePair | StepPair | None = None
         self._guard("start", self._start)
 
     def _start(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.groups import Group, Kind
-from kvspec.model.ops import CoarseOp
 from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
 

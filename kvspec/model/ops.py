@@ -8,18 +8,16 @@ which numbers are worth drawing.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from kvspec.errors import refuse_outside
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
+from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
 from kvspec.ops import HISTORY_FORMAT
-
-
-class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
-    """A step of a history."""
-
 
 _LIMITS = {
     "blocks": (1, 4096),
@@ -341,15 +339,19 @@ RANGES |= {
 WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 10}
 
 
-CoreOp = PoolOp | CacheOp
+RANGES |= STEP_RANGES
+WEIGHTS |= STEP_WEIGHTS
+
+CoreSetup = PoolSetup | CacheSetup | StepSetup
+CoreOp = PoolOp | CacheOp | StepOp
 
 
 class CoreHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="core"):
-    """What happened to one block pool, or to one KV cache manager. Enough to let it happen again."""
+    """What happened to one block pool, KV cache manager or scheduler. Enough to let it happen again."""
 
     target: str
     """``vllm-core@0.33.0``; without a release, the vLLM that was importable."""
-    setup: PoolSetup | CacheSetup
+    setup: CoreSetup
     ops: tuple[CoreOp, ...]
     format: int = HISTORY_FORMAT
 
@@ -465,7 +467,7 @@ def core_history_from_json(data: bytes) -> CoreHistory:
         raise ValueError(f"not a history: {error}") from error
     if history.format != HISTORY_FORMAT:
         raise ValueError(f"history format {history.format}; this kvspec reads format {HISTORY_FORMAT}")
-    allowed = PoolOp if isinstance(history.setup, PoolSetup) else CacheOp
+    allowed: Any = {PoolSetup: PoolOp, CacheSetup: CacheOp, StepSetup: StepOp}[type(history.setup)]
     for i, op in enumerate(history.ops):
         if not isinstance(op, allowed):
             raise ValueError(f"op {i}: a {type(history.setup).__name__} has no {type(op).__name__}")

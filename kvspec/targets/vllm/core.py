@@ -113,6 +113,8 @@ def make_request(
     salt: str | None = None,
     lookahead: int = 0,
     max_tokens: int = 1000,
+    priority: int = 0,
+    arrival: float = 0.0,
 ) -> Any:
     """Return the target's ``Request``, with its block hashes. Images are (identifier, offset, length)."""
     vllm = _modules()
@@ -137,6 +139,8 @@ def make_request(
         mm_features=features or None,
         lora_request=lora,
         cache_salt=salt,
+        priority=priority,
+        arrival_time=arrival,
         block_hasher=_hasher(hash_tokens, lookahead),
     )
 
