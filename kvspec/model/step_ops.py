@@ -76,13 +76,18 @@ STEP_WEIGHTS: dict[type[CoarseOp], int] = {Submit: 10, EngineStep: 26, GiveUp: 2
 
 
 def draw_step_setup(random: Random) -> StepSetup:
-    """Draw a setup: a small pool, and every way in which steps overlap."""
+    """Draw a setup: a small pool, and every way in which steps overlap.
+
+    With several stages and synchronous scheduling there are no drafts: a worker proposes them before the engine knows
+    the token that they follow, and what vLLM makes of that isn't described anywhere.
+    """
+    asynchronous, stages = random.random() < 0.7, random.choice((1, 1, 2, 3))
     return StepSetup(
         blocks=random.choice((7, 9, 12, 20)),
         step_tokens=random.choice((6, 16, 48)),
         running_max=random.choice((2, 4)),
-        asynchronous=random.random() < 0.7,
-        stages=random.choice((1, 1, 2, 3)),
-        drafts=random.choice((0, 0, 1, 3)),
+        asynchronous=asynchronous,
+        stages=stages,
+        drafts=random.choice((0, 0, 1, 3)) if asynchronous or stages == 1 else 0,
         priority=random.random() < 0.3,
     )

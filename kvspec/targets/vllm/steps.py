@@ -7,6 +7,7 @@ No expectations here. Source: vLLM 0.33.0, v1/engine/core.py (EngineCore.step, s
 from __future__ import annotations
 
 import copy
+import logging
 from random import Random
 from typing import Any
 
@@ -41,6 +42,9 @@ class StepEngine:
             self.core, vllm_config, self, self.scheduler, structured_output, depth, setup.async_scheduling, drafts > 0
         )
         self.drafts = drafts
+        self._latest: Any = None
+        self._sampled: list[str] = []
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)  # of a step that fails
 
     def add(self, name: str, tokens: list[int], most: int, priority: int, arrival: int) -> None:
         """Add a request that says up to ``most`` tokens."""
@@ -101,8 +105,7 @@ class StepEngine:
     def take_draft_token_ids(self) -> Any:
         from vllm.v1.outputs import DraftTokenIds
 
-        running = [request.request_id for request in self.scheduler.running]
-        return DraftTokenIds(running, [[7] * self.drafts for _ in running])
+        return DraftTokenIds(list(self._sampled), [[7] * self.drafts for _ in self._sampled])
 
     def _result(self, output: Any) -> Any:
         """Return a ``ModelRunnerOutput``: a token for each request whose text is computed to its end, and those of its
@@ -116,6 +119,7 @@ class StepEngine:
             whole = request.num_computed_tokens >= request.num_tokens
             sampled.append([7] * (1 + self.random.randint(0, drafts)) if whole and count else [])
         names = list(output.num_scheduled_tokens)
+        self._sampled = [name for name, tokens in zip(names, sampled, strict=True) if tokens]
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
