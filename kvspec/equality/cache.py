@@ -14,7 +14,7 @@ from kvspec.model.cache import CacheManager
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
-from kvspec.model.keys import Text
+from kvspec.model.keys import PLAIN, Text
 from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile
 from kvspec.model.requests import Hit, Request
@@ -146,6 +146,7 @@ class CachePair:
         tokens = begin + [1000 * (op.branch + 1) + i for i in range(op.tail)]
         tokens = tokens[: self.setup.max_tokens - 8] or [0]
         self.prompts.append(tokens)
+        self.reached["content"] += content != PLAIN
         name = f"r{len(self.prompts)}"
         text = self.model.text(tokens, content)
         model = Request(name, text, len(tokens), reads_cache=op.reads_cache > 0)
@@ -253,7 +254,8 @@ class CachePair:
             for group, row in zip(self.model.groups, hit.blocks, strict=True)
         )
         aligned = any(group.align for group in self.model.groups)
-        inside = hit is not None and any(self.model.copies_needed(hit, index) for index in range(len(hit.blocks)))
+        spans = self.model.spans
+        inside = hit is not None and any(row and hit.tokens % span for row, span in zip(hit.blocks, spans, strict=True))
         clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if aligned else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"

@@ -33,8 +33,10 @@ EVENTS = {
     "hashes-moved": "the hashes of a block were moved",
     "reused-while-read": "a reader was told that its block is reused",
     "reset": "the prefix cache was reset",
+    "reset-several-hashes": "a reset dropped a block's several hashes",
     "reset-refused": "a reset was refused",
     "hit": "a request took over blocks that it had found",
+    "content": "a request arrived with an adapter, images or a salt",
     "hit-inside": "a hit ended inside a block",
     "copied": "a block was copied because its request goes on inside it",
     "parted": "full attention's hit was longer than the other groups'",
@@ -54,7 +56,7 @@ _ALWAYS = {"evicted", "held-again", "refused", "reset"}
 
 POOL_REQUIRED: dict[str, Callable[[Profile], bool]] = {
     **dict.fromkeys(_ALWAYS | {"equal-blocks", "shared", "found", "left-out"}, lambda profile: True),
-    **dict.fromkeys({"tail-registered", "promoted"}, lambda profile: profile.secondary_hashes),
+    **dict.fromkeys({"tail-registered", "promoted", "reset-several-hashes"}, lambda profile: profile.secondary_hashes),
     "hashes-moved": lambda profile: profile.moves_hashes,
     "reused-while-read": lambda profile: profile.pins,
 }
@@ -62,7 +64,9 @@ POOL_REQUIRED: dict[str, Callable[[Profile], bool]] = {
 
 
 CACHE_REQUIRED: dict[str, Callable[[Profile], bool]] = {
-    **dict.fromkeys(_ALWAYS | {"hit", "external", "left-window", "preempted", "reset-refused"}, lambda profile: True),
+    **dict.fromkeys(
+        _ALWAYS | {"hit", "external", "left-window", "preempted", "reset-refused", "content"}, lambda profile: True
+    ),
     "parted": lambda profile: profile.retains_shared_prefix,
     **dict.fromkeys({"hit-inside", "copied"}, lambda profile: profile.hits_inside),
     "refused-by-reserve": lambda profile: profile.reserve,

@@ -207,7 +207,7 @@ WEIGHTS: dict[type[CoarseOp], int] = {
     Evict: 2,
     Unpin: 4,
     TellHit: 2,
-    Reset: 1,
+    Reset: 3,
     TakeEvents: 4,
 }
 """Op -> how often it is drawn, relative to the others."""
@@ -455,7 +455,7 @@ CACHE_SETUP_RANGES = {
     "watermark": (-4, 2),
     "interval": (-3, 2),
     "unit": (0, 3),
-    "avoids_known": (0, 7),
+    "avoids_known": (0, 3),
 }
 
 

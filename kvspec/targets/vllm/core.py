@@ -37,6 +37,8 @@ class PoolState(NamedTuple):
     """Per block: how many tokens its first key stands for; 0 where the release doesn't record it, or there
     is no key.
     """
+    waiting: int
+    """Events that wait to be taken."""
     found: dict[tuple[RawHash, int], list[int]]
     """Key -> blocks, the one that a look-up returns first."""
 
@@ -271,6 +273,7 @@ def pool_state(pool: Any) -> PoolState:
             for block in pool.blocks
         ],
         ends=[getattr(block, "block_hash_num_tokens", None) or 0 for block in pool.blocks],
+        waiting=len(pool.kv_event_queue),
         found={
             _split_key(key): list(found) if isinstance(found, dict) else [found.block_id]
             for key, found in cache.items()
