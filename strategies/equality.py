@@ -88,7 +88,7 @@ class EqualityMachine(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         """Begin with a pool or, more often, a cache."""
         random = Random(seed)
-        level = random.choice(("pool", "cache", "cache", "scheduler"))
+        level = random.choice(("pool", "cache", "cache", "cache", "scheduler", "scheduler"))
         self.mix = draw_mix(random, level)
         self.world = EqualityWorld(self.target, draw_setup(random, level, self.profile))
 

@@ -71,7 +71,7 @@ STEP_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
 }
 """Op -> field -> (smallest, largest) number worth drawing."""
 
-STEP_WEIGHTS: dict[type[CoarseOp], int] = {Submit: 10, EngineStep: 26, GiveUp: 2, ResetAll: 5}
+STEP_WEIGHTS: dict[type[CoarseOp], int] = {Submit: 10, EngineStep: 26, GiveUp: 2, ResetAll: 7}
 """Op -> how often it is drawn, relative to the others."""
 
 
@@ -81,7 +81,7 @@ def draw_step_setup(random: Random) -> StepSetup:
     With several stages and synchronous scheduling there are no drafts: a worker proposes them before the engine knows
     the token that they follow, and what vLLM makes of that isn't described anywhere.
     """
-    asynchronous, stages = random.random() < 0.7, random.choice((1, 1, 2, 3))
+    asynchronous, stages = random.random() < 0.7, random.choice((1, 2, 2, 3))
     return StepSetup(
         blocks=random.choice((7, 9, 12, 20)),
         step_tokens=random.choice((6, 16, 48)),
