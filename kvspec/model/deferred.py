@@ -1,4 +1,4 @@
-"""Blocks whose release waits for the steps that may still write or read them."""
+"""Deferred frees: blocks whose release waits for the steps that may still write or read them."""
 
 from __future__ import annotations
 
