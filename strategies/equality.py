@@ -17,11 +17,10 @@ from kvspec.equality.cache import CACHE_ARMS
 from kvspec.equality.pool import POOL_ARMS
 from kvspec.equality.steps import STEP_ARMS
 from kvspec.equality.world import CACHE_REQUIRED, POOL_REQUIRED, STEPS_REQUIRED, EqualityWorld, pair_for
-from kvspec.model import ops
+from kvspec.model import ops, step_ops
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.ops import CoreHistory, CoreOp
 from kvspec.model.profile import Profile, profile_for
-from kvspec.model.step_ops import draw_step_setup
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome
@@ -43,17 +42,20 @@ _REQUIRED = {"pool": POOL_REQUIRED, "cache": CACHE_REQUIRED, "scheduler": STEPS_
 def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> ops.CoreSetup:
     """Draw a setup of a level, ``pool``, ``cache`` or ``scheduler``; ``fixed`` are coarse numbers that aren't drawn."""
     if level == "scheduler":
-        return draw_step_setup(random)
+        return step_ops.draw_step_setup(random)
     if level == "pool":
         return ops.pool_setup(profile, **_drawn(random, ops.POOL_SETUP_RANGES) | fixed)
     return ops.cache_setup(profile, **_drawn(random, ops.CACHE_SETUP_RANGES) | fixed)
 
 
+_NEVER_MISSING = (ops.Arrive, ops.Schedule, ops.NewStep, step_ops.Submit, step_ops.EngineStep)
+"""Without requests, or steps, there is nothing to see."""
+
+
 def draw_mix(random: Random, level: str) -> Mix:
     """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
     arms = _ARMS[level]
-    needed = 0 if level == "pool" else 2  # requests must arrive and be scheduled
-    weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(arms)]
+    weights = [ops.WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or kind in _NEVER_MISSING) for kind in arms]
     return list(arms), weights if any(weights) else [1] * len(weights)
 
 

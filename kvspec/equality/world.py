@@ -56,7 +56,7 @@ _ALWAYS = {"evicted", "held-again", "refused", "reset"}
 
 POOL_REQUIRED: dict[str, Callable[[Profile], bool]] = {
     **dict.fromkeys(_ALWAYS | {"equal-blocks", "shared", "found", "left-out"}, lambda profile: True),
-    **dict.fromkeys({"tail-registered", "promoted", "reset-several-hashes"}, lambda profile: profile.secondary_hashes),
+    **dict.fromkeys({"tail-registered", "promoted"}, lambda profile: profile.secondary_hashes),
     "hashes-moved": lambda profile: profile.moves_hashes,
     "reused-while-read": lambda profile: profile.pins,
 }

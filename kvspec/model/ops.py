@@ -336,7 +336,7 @@ RANGES |= {
     NewStep: {},
 }
 
-WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 10}
+WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 16}
 
 
 RANGES |= STEP_RANGES
