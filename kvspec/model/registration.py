@@ -64,7 +64,7 @@ class Registrar:
             end = self._registrable(tokens, index)
             self._register_full(request, end, index, held)
             self._register_tail(request, end, index, held.rows[index])
-            if whole_chunk:
+            if whole_chunk or end < len(request.text.tokens):
                 self._register_prompt_state(request, end, index, held)
 
     def _register_full(self, request: Request, tokens: int, index: int, held: Held) -> None:
