@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvspec.equality.reached import required
 from kvspec.equality.world import EqualityWorld, PairHistory, Setup, history_of, pair_for
-from kvspec.model import offload_ops, ops
+from kvspec.model import offload_ops, ops, step_ops
 from kvspec.model.clauses import ClauseBroken
-from kvspec.model.ops import CoarseOp
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.profile import Profile, profile_for
 from kvspec.ops import history_to_json
 from kvspec.targets import parse_target
@@ -42,31 +42,46 @@ class Level(NamedTuple):
     setup: Callable[..., Setup]
     setup_ranges: Mapping[str, tuple[int, int]]
     kinds: tuple[type[CoarseOp], ...]
-    needed: int
-    """So many of the first kinds occur in every history."""
+    needed: tuple[type[CoarseOp], ...] = ()
+    """Kinds that occur in every history: without requests, or steps, there is nothing to see."""
 
 
 LEVELS = {
-    "pool": Level("vllm-core", ops.pool_setup, ops.POOL_SETUP_RANGES, get_args(ops.PoolOp), 0),
-    "cache": Level("vllm-core", ops.cache_setup, ops.CACHE_SETUP_RANGES, get_args(ops.CacheOp), 2),
+    "pool": Level("vllm-core", ops.pool_setup, ops.POOL_SETUP_RANGES, get_args(ops.PoolOp)),
+    "cache": Level(
+        "vllm-core",
+        ops.cache_setup,
+        ops.CACHE_SETUP_RANGES,
+        get_args(ops.CacheOp),
+        (ops.Arrive, ops.Schedule, ops.NewStep),
+    ),
+    "scheduler": Level(
+        "vllm-core",
+        step_ops.step_setup,
+        step_ops.STEP_SETUP_RANGES,
+        get_args(step_ops.StepOp),
+        (step_ops.Submit, step_ops.EngineStep),
+    ),
     "tier": Level(
         "vllm-offload-index",
         offload_ops.tier_setup,
         offload_ops.TIER_SETUP_RANGES,
         get_args(offload_ops.TierOp),
-        2,
+        (offload_ops.Come, offload_ops.Offer),
     ),
     "index": Level(
         "vllm-offload-index",
         offload_ops.index_setup,
         offload_ops.INDEX_SETUP_RANGES,
         get_args(offload_ops.IndexOp),
-        2,
+        (offload_ops.Begin, offload_ops.MakeSteps),
     ),
 }
-"""Of the needed kinds: requests must come, and be scheduled, or offer something."""
 
-SHARES = {"vllm-core": ("pool", "cache", "cache", "cache"), "vllm-offload-index": ("tier", "index")}
+SHARES = {
+    "vllm-core": ("pool", "cache", "cache", "cache", "scheduler", "scheduler"),
+    "vllm-offload-index": ("tier", "index"),
+}
 """Target -> levels of its histories; what is listed more often is drawn more often."""
 
 _RANGES = ops.RANGES | offload_ops.RANGES
@@ -81,7 +96,7 @@ def draw_setup(random: Random, level: str, profile: Profile, **fixed: int) -> Se
 def draw_mix(random: Random, level: str) -> Mix:
     """Draw how often each op occurs. Some don't at all: so one history is all hits and another all evictions."""
     kinds, needed = LEVELS[level].kinds, LEVELS[level].needed
-    weights = [_WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or i < needed) for i, kind in enumerate(kinds)]
+    weights = [_WEIGHTS[kind] * (random.choice((0, 1, 1, 3)) or kind in needed) for kind in kinds]
     return list(kinds), weights if any(weights) else [1] * len(weights)
 
 

@@ -31,7 +31,7 @@ from kvspec.model import (
 from kvspec.model import ops as o
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import known_issues
+from kvspec.model.profile import PromptState, known_issues
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from strategies import equality
@@ -92,6 +92,9 @@ def schedule(pick: int, tokens: int = 40, external: int = 0, in_flight: int = 0)
 
 FINISH = o.Finish(0, deferred=0)
 
+INSIDE = o.CacheSetup((LARGE, Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4)
+"""Hits can end in the middle of a block."""
+
 TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
     "core-double-release": (o.PoolSetup(), [o.Allocate(1), o.Touch(0, 1, held=1, null=0), o.Free(0, 2, 1, 0, null=0)]),
     "core-second-full-group-not-cut": (
@@ -122,6 +125,7 @@ TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
         [arrive(2, 1), schedule(0, 8), o.NewStep(), schedule(0, 1)],
     ),
+    "core-passed-state-registered": (INSIDE, [arrive(1, 0), schedule(0, 4), schedule(0, 1)]),
     "core-states-over-allocated": (
         o.CacheSetup((Group(Kind.MAMBA, 4, align=True, spares=2),), blocks=60),
         [
@@ -191,6 +195,11 @@ REGISTRY = load_defects(Path(__file__).parent / "defects")
 OF_THE_MODEL = {d.law: d for d in REGISTRY.values() if d.target == "vllm-core" and d.in_model}
 OF_VLLM = {name: d for name, d in REGISTRY.items() if d.target == "vllm-core" and not d.in_model}
 
+
+def hits_inside(profile: Profile) -> bool:
+    return profile.hits_inside
+
+
 NEEDS: dict[str, Callable[[Profile], bool]] = {
     "POOL-9": lambda profile: profile.pins,
     "POOL-10": lambda profile: profile.pins,
@@ -206,7 +215,8 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-3": lambda profile: profile.registers_aligned,
     "REG-4": lambda profile: profile.retention,
     "REG-5": lambda profile: profile.registers_tails,
-    "REG-6": lambda profile: profile.registers_prompt_states,
+    "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
+    **dict.fromkeys(("SCALE-9", "HIT-8", "NEED-5", "ALLOC-9", "ALLOC-10", "STATE-4", "FREE-5"), hits_inside),
     "FREE-2": lambda profile: profile.deferred_frees,
     "FREE-3": lambda profile: profile.deferred_frees,
     "FREE-4": lambda profile: profile.deferred_frees,
@@ -220,11 +230,16 @@ def test_every_clause_has_a_defect() -> None:
     assert OF_THE_MODEL.keys() == {clause.id for clause in CLAUSES.values() if not clause.where.startswith(connector)}
 
 
+_COPIED = [arrive(3, 1), schedule(0, 12), o.NewStep(), schedule(0, 1), o.NewStep()]
+_HIT_INSIDE = [arrive(3, 1), schedule(0, 12), o.NewStep(), arrive(3, 1), schedule(1)]
+
 RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
     "REG-6": (
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
         [arrive(2, 1), schedule(0, 8), o.Evict(3, 1), schedule(0, 1)],
     ),
+    **dict.fromkeys(("HIT-8", "NEED-5", "ALLOC-9"), (INSIDE, _HIT_INSIDE)),
+    **dict.fromkeys(("ALLOC-10", "STATE-4", "FREE-5"), (INSIDE, _COPIED)),
 }
 """Clauses whose defects random histories show too rarely -> a history that does."""
 
@@ -244,8 +259,8 @@ def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monke
             assert broken.value.clause.id == clause
         elif clause in RARE:
             setup, steps = RARE[clause]
-            seen = difference(o.CoreHistory("vllm-core", setup, tuple(steps)))
-            assert seen == (clause if NEEDS[clause](profile) else None)
+            able = NEEDS[clause](profile)
+            assert difference(o.CoreHistory("vllm-core", setup, tuple(steps))) == (clause if able else None)
         elif NEEDS.get(clause, lambda profile: True)(profile):
             assert clause in shown(defect.level, OPS_MAX, clause)
         else:

@@ -8,21 +8,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvspec.equality.compare import Names, Refused, attempt, avoided, compare_events, compare_pools, described
+from kvspec.equality.contents import content_of
 from kvspec.model import ops
-from kvspec.model.cache import CacheManager, DeferredFrees, Hit, Request
+from kvspec.model.cache import CacheManager
 from kvspec.model.clauses import agree
+from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
-from kvspec.model.keys import PLAIN, Content, Image, Text
+from kvspec.model.keys import PLAIN, Text
 from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile
+from kvspec.model.requests import Hit, Request
 from kvspec.model.scaling import ContextParallel, alignment_tokens
 from kvspec.targets.vllm import core as target
-
-_CONTENTS_OF_REQUESTS = {
-    5: Content(salt="salt"),
-    6: Content(adapter=("lora", "/lora")),
-    7: Content(images=(Image("cat", 3, 6),)),
-}
 
 _LIVE_MAX = 6
 """Requests at once."""
@@ -58,7 +55,7 @@ class CachePair:
         self.names = Names()
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
-        self.arrived = 0
+        self.prompts: list[list[int]] = []
         groups = [replace(group, eagle=True) for group in setup.groups] if setup.eagle_fallback else setup.groups
         cp = ContextParallel(setup.prefill, setup.decode)
         interval = None
@@ -74,6 +71,7 @@ class CachePair:
             in_flight_tokens=setup.in_flight_tokens,
             watermark=setup.watermark_percent / 100,
             interval=interval,
+            unit=setup.unit,
             events=True,
         )
         self.calls: list[target.Call] = []
@@ -94,11 +92,13 @@ class CachePair:
             in_flight_tokens=setup.in_flight_tokens,
             watermark=setup.watermark_percent / 100,
             interval=interval,
+            unit=setup.unit,
         )
         agree("SCALE-1", self.model.spans, self.real.sizes.spans)
-        agree("SCALE-3", self.model.alignment, self.real.sizes.alignment)
+        agree("SCALE-3", self.model.layout.alignment, self.real.sizes.alignment)
         if setup.caching:
-            agree("SCALE-4", self.model.hash_tokens, self.real.sizes.hash_tokens)
+            agree("SCALE-4", self.model.layout.hash_tokens, self.real.sizes.hash_tokens)
+            agree("SCALE-9", self.model.layout.hit_tokens, self.real.sizes.hit_tokens)
         self._compare(queue="POOL-1", references="POOL-1", hashes="POOL-1", rows="POOL-1")
 
     def _record(self, owner: Any, name: str, describe: Callable[..., target.Call]) -> None:
@@ -141,11 +141,13 @@ class CachePair:
     def arrive(self, op: ops.Arrive) -> None:
         if len(self.live) >= _LIVE_MAX:
             return
-        content = _CONTENTS_OF_REQUESTS.get(op.content, PLAIN)
-        tokens = list(range(4 * op.shared)) + [1000 * (op.branch + 1) + i for i in range(op.tail)]
+        content = content_of(op.content, self.avoid)
+        begin = self.prompts[-op.again :][0] if op.again > 0 and self.prompts else list(range(4 * op.shared))
+        tokens = begin + [1000 * (op.branch + 1) + i for i in range(op.tail)]
         tokens = tokens[: self.setup.max_tokens - 8] or [0]
-        self.arrived += 1
-        name = f"r{self.arrived}"
+        self.prompts.append(tokens)
+        self.reached["content"] += content != PLAIN
+        name = f"r{len(self.prompts)}"
         text = self.model.text(tokens, content)
         model = Request(name, text, len(tokens), reads_cache=op.reads_cache > 0)
         real = target.make_request(
@@ -179,10 +181,15 @@ class CachePair:
         delay = bool(op.delay and external)
         left = known - local - external
         new = 0 if delay else min(op.tokens, left) if left > 0 else min(op.tokens, 1)
+        new = self._cut(request, local + external, new, op.stop)
         new += max(0, op.drafts) if 0 < new == left else 0
         too_far = left < (-3 if holds else 0) or local + external + new > self.setup.max_tokens
+        if hit and hit.tokens % self.model.layout.alignment and external:
+            return  # Connectors bring whole blocks.
         if any(group.align for group in self.setup.groups) and external and not delay:
             return  # Offload connectors load states asynchronously, and the count of needed blocks is made for that.
+        if "core-passed-state-registered" in self.avoid and self._passes_prompt(request, local + external + new):
+            return
         if "core-states-over-allocated" in self.avoid and self._over_allocated(request, local + external + new):
             return
         if too_far or (self._external_evicts_hits(hit, external) and "core-external-evicts-hits" in self.avoid):
@@ -205,6 +212,8 @@ class CachePair:
             )
         )
         self._agree_on_refusal(request, settings, hit, expect, actual)
+        if self.profile.hits_inside:
+            self._agree_on_copies(hit)
         self._agree_on_rows(live, local + external, external, holds)
         agree("STATE-2" if any(group.align for group in self.model.groups) else "ALLOC-7", expect, actual)
         self._agree_on_registration(live)
@@ -224,6 +233,15 @@ class CachePair:
             self._agree_on_registration(live)
             self._compare(queue="REG-1", references="REG-1", hashes="REG-1", rows="REG-1")
 
+    def _cut(self, request: Request, computed: int, new: int, stop: int) -> int:
+        """Return the new tokens of a chunk that ends where the scheduler of align mode, or another one, ends it."""
+        spans = [span for group, span in zip(self.model.groups, self.model.spans, strict=True) if group.align]
+        if not (spans and stop):
+            return new
+        unit = spans[0] if stop == 1 else self.model.layout.hash_tokens
+        end = min(computed + new, request.prompt_tokens - 1 if stop > 2 else computed + new) // unit * unit
+        return end - computed if end > computed else new
+
     def _agree_on_refusal(
         self, request: Request, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any
     ) -> None:
@@ -232,11 +250,13 @@ class CachePair:
         agree("STATE-2" if in_growth else "ALLOC-1", isinstance(expect, Refused), isinstance(actual, Refused))
         counts = [[call for call in calls if call[0] == "needed"] for calls in (self.calls, self.real.calls)]
         fresh = hit is not None and any(
-            row and group.kind is Kind.MAMBA and self.model.pool.blocks[row[-1]].hash in self.model.fresh
+            row and group.kind is Kind.MAMBA and self.model.pool.blocks[row[-1]].hash in self.model.registrar.fresh
             for group, row in zip(self.model.groups, hit.blocks, strict=True)
         )
         aligned = any(group.align for group in self.model.groups)
-        clauses = ["NEED-2" if fresh else "STATE-1" if aligned else "NEED-1"] * 2
+        spans = self.model.spans
+        inside = hit is not None and any(row and hit.tokens % span for row, span in zip(hit.blocks, spans, strict=True))
+        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if aligned else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
         for clause, expected, seen in zip(clauses, *counts, strict=False):
@@ -258,6 +278,12 @@ class CachePair:
             covered = blocks_for(computed, span)
             agree("ALLOC-6" if external else "ALLOC-5", row[:covered], actual[:covered])
 
+    def _agree_on_copies(self, hit: Hit | None) -> None:
+        """Compare what must be copied before the step runs."""
+        for group, copies, actual in zip(self.model.groups, self.model.copies, self.real.copies(), strict=True):
+            clause = "STATE-4" if group.align and hit is None else "ALLOC-9"
+            agree(clause, [tuple(copy) for copy in copies], actual)
+
     def _agree_on_registration(self, live: Live) -> None:
         """Compare which blocks were registered."""
         if "core-state-registered-again" in self.avoid:
@@ -272,7 +298,7 @@ class CachePair:
         self.calls.clear()
         self.real.calls.clear()
         if self.setup.caching:
-            agree("NEED-2", set(map(self.names.of, self.model.fresh)), self.real.fresh())
+            agree("NEED-2", set(map(self.names.of, self.model.registrar.fresh)), self.real.fresh())
 
     def _excuse_states_registered_again(self, request: Request) -> None:
         """Take out of the implementation's calls what registers a state under the key that it has; the state counts as
@@ -285,10 +311,10 @@ class CachePair:
             if (
                 self.model.groups[group].align
                 and key is not None
-                and key.hash == request.text.hashes[tokens // self.model.hash_tokens - 1]
+                and key.hash == request.text.hashes[tokens // self.model.layout.hash_tokens - 1]
             ):
                 self.real.calls.remove(call)
-                self.model.fresh.add(key)
+                self.model.registrar.fresh.add(key)
                 self.reached["known:core-state-registered-again"] += 1
 
     def _lookup(self, live: Live) -> Hit | None:
@@ -304,9 +330,9 @@ class CachePair:
             agree("HIT-3", hit.tokens, actual.tokens)
         for other in (limit, len(text.tokens)):
             if (
-                any(self.model.drops)
+                any(self.model.layout.drops)
                 and hit.tokens != actual.tokens
-                and self.model.longest(text, limit, range(len(self.model.groups)), other) == actual.tokens
+                and self.model.finder.longest(text, limit, range(len(self.model.groups)), other) == actual.tokens
             ):
                 agree("HIT-5", hit.tokens, actual.tokens)
         agree("HIT-4", hit.tokens, actual.tokens)
@@ -319,29 +345,31 @@ class CachePair:
     def _groups_differ(self, live: Live) -> bool:
         """Compare what each layout accepts alone. True if a known issue makes them differ."""
         text, limit = live.model.text, len(live.model.text.tokens) - 1
-        for index, mates in enumerate(self.model.mates):
+        for index, mates in enumerate(self.model.layout.mates):
+            inside = self.model.layout.hit_inside(index)
             agree(
-                "HIT-1",
-                self.model.longest(text, limit, mates, None),
+                "HIT-8" if inside else "HIT-1",
+                self.model.finder.longest(text, limit, mates, None),
                 self.real.group_hit(live.real, limit, mates, False),
             )
-            if not self.model.drops[index] or self.model.groups[index].kind is Kind.MAMBA:
+            if not self.model.layout.drops[index] or self.model.groups[index].kind is Kind.MAMBA:
                 continue
-            proof_limit = self.model.proof_limit_of(text, limit)
-            reach = limit if proof_limit == limit else min(limit + self.model.spans[index], proof_limit)
-            expect = self.model.longest(text, limit, mates, proof_limit)
+            proof_limit = self.model.finder.proof_limit_of(text, limit)
+            margin = self.model.layout.hit_tokens if self.model.layout.hit_inside(index) else self.model.spans[index]
+            reach = limit if proof_limit == limit else min(limit + margin, proof_limit)
+            expect = self.model.finder.longest(text, limit, mates, proof_limit)
             actual = self.real.group_hit(live.real, reach, mates, True)
             if expect > actual and self._is_cut_twice(index):
                 self.reached["known:core-eagle-first-window"] += 1
                 return True
-            agree("HIT-2", expect, actual)
+            agree("HIT-8" if inside else "HIT-2", expect, actual)
         return False
 
     def _is_cut_twice(self, index: int) -> bool:
         return (
             "core-eagle-first-window" in self.avoid
             and self.setup.groups[index].kind is Kind.SLIDING_WINDOW
-            and self.model.spans[index] != self.model.alignment
+            and self.model.spans[index] != self.model.layout.alignment
         )
 
     def _is_known(self, expect: Hit, actual: Hit) -> bool:
@@ -353,7 +381,7 @@ class CachePair:
 
     def cuts_twice(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-first-window can be why a hit is shorter than expected."""
-        if not any(drops and self._is_cut_twice(index) for index, drops in enumerate(self.model.drops)):
+        if not any(drops and self._is_cut_twice(index) for index, drops in enumerate(self.model.layout.drops)):
             return False
         parts_alone = all(group.kind is not Kind.FULL for group in self.setup.groups)
         return actual.tokens < expect.tokens or (actual[:2] == expect[:2] and parts_alone)
@@ -366,7 +394,7 @@ class CachePair:
 
     def lacks_proof(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-eagle-unproven-hit can be why a hit is longer than expected."""
-        sides = zip(self.model.groups, self.model.drops, strict=True)
+        sides = zip(self.model.groups, self.model.layout.drops, strict=True)
         layouts = {group.layout() for group, drops in sides if drops and group.kind is not Kind.MAMBA}
         return actual.tokens > expect.tokens and len(layouts) > 1
 
@@ -374,9 +402,13 @@ class CachePair:
         rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
         return any(group.align and blocks_for(tokens, span) + group.spares < len(row) for group, span, row in rows)
 
+    def _passes_prompt(self, request: Request, tokens: int) -> bool:
+        """Whether a step goes past a prompt that nothing was said to yet."""
+        return any(group.align for group in self.model.groups) and tokens > len(request.text.tokens)
+
     def reaches_too_far(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-mamba-hit-disagrees can be why a hit is longer than expected."""
-        kinds = zip(self.model.groups, self.model.drops, strict=True)
+        kinds = zip(self.model.groups, self.model.layout.drops, strict=True)
         return actual.tokens > expect.tokens and any(drops and group.kind is Kind.MAMBA for group, drops in kinds)
 
     def _external_evicts_hits(self, hit: Hit | None, external: int) -> bool:
@@ -401,6 +433,7 @@ class CachePair:
             taken = [block for row in new for block in row]
             self.reached["evicted"] += sum(self._hashes[block] is not None for block in taken)
             self.reached["hit"] += hit is not None and hit.tokens > 0
+            self.reached["hit-inside"] += hit is not None and hit.tokens % self.model.layout.alignment > 0
             self.reached["external"] += external > 0
             self.reached["held-again"] += hit is not None and any(
                 block in self._queue for row in hit.blocks for block in row
@@ -466,10 +499,16 @@ class CachePair:
 
     def new_step(self, op: ops.NewStep) -> None:
         del op
+        if self.profile.hits_inside:
+            copies = self.model.take_copies()
+            agree("ALLOC-10", [tuple(copy) for copy in copies], self.real.take_copies(self.deferred.scheduled + 1))
+            self.deferred.release_copies(copies)
+            self.reached["copied"] += len(copies)
+            agree("FREE-5", [blocks for _, blocks in self.deferred.pending], self.real.deferred_blocks())
         self.model.new_step()
         self.real.manager.new_step_starts()
         if self.setup.caching:
-            agree("NEED-4", set(map(self.names.of, self.model.fresh)), self.real.fresh())
+            agree("NEED-4", set(map(self.names.of, self.model.registrar.fresh)), self.real.fresh())
 
     def evict(self, op: ops.Evict) -> None:
         blocks = [op.first + i for i in range(op.count)]

@@ -119,6 +119,7 @@ def compare_pools(names: Names, model: BlockPool, actual: target.PoolState, clau
     )
     if model.profile.secondary_hashes:
         agree(clauses["hashes"], [block.hash_end for block in model.blocks], actual.ends)
+    agree("EVENT-1", model.events_waiting(), actual.waiting)
     agree(clauses["hashes"], {names.of(key): found for key, found in model.index.items()}, actual.found)
 
 

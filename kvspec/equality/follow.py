@@ -38,7 +38,7 @@ class Follower:
         self.broken: ClauseBroken | None = None
         self.names = Names()
         self.model = _model_of(manager)
-        agree("SCALE-4", self.model.hash_tokens, hash_tokens)
+        agree("SCALE-4", self.model.layout.hash_tokens, hash_tokens)
         self._requests: dict[str, Request] = {}
         self._inside = False
         for owner, arms in (manager, _MANAGER_ARMS), (manager.block_pool, _POOL_ARMS):
@@ -85,8 +85,8 @@ class Follower:
         request.text.append(list(real.all_token_ids)[len(request.text.tokens) :])
         if self.model.caching:
             for index, span in enumerate(self.model.spans):
-                actual = target.group_hashes(real, self.model.hash_tokens, span)
-                self.names.learn(index, request.text.view(span), actual, span // self.model.hash_tokens)
+                actual = target.group_hashes(real, self.model.layout.hash_tokens, span)
+                self.names.learn(index, request.text.view(span), actual, span // self.model.layout.hash_tokens)
         request.computed = real.num_computed_tokens
         request.in_flight = getattr(real, "num_in_flight_tokens", 0)
         request.waiting = real.status.name in ("WAITING", "PREEMPTED")

@@ -232,7 +232,9 @@ class PoolPair:
             while self.held:
                 self._release(list(dict.fromkeys(self.held)))
             self._compare(queue="POOL-7", references="POOL-6", hashes="POOL-6")
+        several = any(block.more_hashes for block in self.model.blocks)
         expect = self.model.reset()
+        self.reached["reset-several-hashes"] += expect and several
         agree("RESET-1", expect, self.real.reset())
         self.reached["reset" if expect else "refused"] += 1
         agree("POOL-10", *self.told)

@@ -11,18 +11,21 @@ from kvspec import laws
 from kvspec.equality.cache import CachePair
 from kvspec.equality.index import IndexPair
 from kvspec.equality.pool import PoolPair
+from kvspec.equality.steps import StepPair
 from kvspec.equality.tier import TierPair
 from kvspec.laws import Violation
 from kvspec.model import offload_ops, ops
 from kvspec.model.clauses import ClauseBroken
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.offload_ops import OffloadHistory
-from kvspec.model.ops import CoarseOp, CoreHistory
+from kvspec.model.ops import CoreHistory
 from kvspec.model.profile import known_issues, profile_for
+from kvspec.model.step_ops import StepSetup
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome, innermost_frame
 
 PairHistory = CoreHistory | OffloadHistory
-Setup = ops.PoolSetup | ops.CacheSetup | offload_ops.TierSetup | offload_ops.IndexSetup
+Setup = ops.CoreSetup | offload_ops.TierSetup | offload_ops.IndexSetup
 
 
 class Pair(Protocol):
@@ -40,6 +43,7 @@ class Pair(Protocol):
 _PAIRS: dict[type, Callable[..., Pair]] = {
     ops.PoolSetup: PoolPair,
     ops.CacheSetup: CachePair,
+    StepSetup: lambda setup, profile, avoid: StepPair(setup),
     offload_ops.TierSetup: TierPair,
     offload_ops.IndexSetup: IndexPair,
 }

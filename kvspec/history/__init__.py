@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.offload_ops import OffloadHistory, offload_history_from_json
-from kvspec.model.ops import CoarseOp, CoreHistory, core_history_from_json
+from kvspec.model.ops import CoreHistory, core_history_from_json
 from kvspec.ops import History, Op, history_from_json, in_words, level_of
 
 AnyHistory = History | CoreHistory | OffloadHistory

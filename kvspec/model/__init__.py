@@ -1,10 +1,11 @@
 """The executable specification of block allocation, prefix caching, context parallelism, and the CPU tier behind it.
 
 To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
-``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``states`` (which states a request holds),
-``cache`` (what a request finds, takes and gives back), ``tiers`` (what the CPU holds), ``offload`` (what is stored
-there, and loaded), ``profile`` (what differs between releases). Each rule is a *clause* with an id;
-``clauses.CLAUSES`` has them all.
+``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``lookup`` (what a request finds),
+``states`` (which states it holds, and what is copied), ``registration`` (what it lets others find), ``cache`` (what it
+takes and gives back), ``deferred`` (when), ``tiers`` (what the CPU holds), ``offload`` (what is stored there, and
+loaded), ``profile`` (what differs between releases). Each rule is a *clause* with an id; ``clauses.CLAUSES`` has them
+all.
 
 It is pure Python and can be used as a fake of vLLM's ``KVCacheManager`` in unit tests of a scheduler or a connector:
 
@@ -33,13 +34,15 @@ What is given back can still be found until it is reused, the end of a text firs
 [4, 3, 5, 6, 7, 8, 9, 2, 1]
 """
 
-from kvspec.model.cache import CacheManager, DeferredFrees, Hit, Request
+from kvspec.model.cache import CacheManager
 from kvspec.model.clauses import CLAUSES, Clause, ClauseBroken, agree
+from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Group, Kind
 from kvspec.model.keys import BlockHash, Content, Image, Key, Text
 from kvspec.model.offload import Offloader, OffloadRequest
 from kvspec.model.pool import NULL, BlockPool, Cleared, Removed, Stored
 from kvspec.model.profile import KNOWN_ISSUES, RELEASES, SWITCHES, Profile, profile_for
+from kvspec.model.requests import Hit, Request
 from kvspec.model.scaling import ContextParallel, Slot, Unsupported
 from kvspec.model.tiers import Tier
 

@@ -4,7 +4,7 @@ can go, or need not be found.
 All layers of a group share one block table. What tells the kinds of attention apart is one question: *which
 blocks does the token at position n read?* Everything else in this module follows from the answer.
 
-Not modelled: hits inside a block (0.26.0 and later, see ``states``); reference sliding window, circular buffers,
+Not modelled: reference sliding window, circular buffers,
 attention sinks, cross attention, tokens that a window keeps for multi-module drafting.
 """
 
@@ -95,13 +95,13 @@ def needed_for_hit(group: Group, span: int, tokens: int) -> range:
     """HIT-1. A hit of n tokens needs the blocks that the token after them reads, as far as they lie before
     n, and no others.
 
-    ``tokens`` is a multiple of ``span``, the tokens of one block over all ranks. Returns the indices of the
-    blocks.
+    ``span`` is the tokens of one block over all ranks. Only with full attention and Mamba can ``tokens`` end inside a
+    block. Returns the indices of the blocks.
 
     Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, find_longest_cache_hit of each manager.
     Releases: all.
     """
-    return range(skipped_tokens(group, tokens) // span, tokens // span)
+    return range(skipped_tokens(group, tokens) // span, blocks_for(tokens, span))
 
 
 @clause

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.groups import Group, Kind
-from kvspec.model.ops import CoarseOp, avoids, coarse_history, refuse_nonsense
+from kvspec.model.ops import avoids, coarse_history, refuse_nonsense
 from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
 

@@ -14,14 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvspec.errors import refuse_outside
+from kvspec.model.coarse import CoarseOp
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
+from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
 from kvspec.ops import HISTORY_FORMAT
-
-
-class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
-    """A step of a history."""
-
 
 _LIMITS = {
     "blocks": (1, 4096),
@@ -34,6 +31,7 @@ _LIMITS = {
     "in_flight_tokens": (1, 65536),
     "watermark_percent": (0, 100),
     "interval": (-1, 64),
+    "unit": (0, 4096),
 }
 """Least and most of each number of a setup."""
 _NUMBER_MAX = 10_000
@@ -216,7 +214,7 @@ WEIGHTS: dict[type[CoarseOp], int] = {
     Evict: 2,
     Unpin: 4,
     TellHit: 2,
-    Reset: 1,
+    Reset: 3,
     TakeEvents: 4,
 }
 """Op -> how often it is drawn, relative to the others."""
@@ -237,6 +235,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     watermark_percent: int = 0
     interval: int = -1
     """Sparse retention, in units of the alignment; -1 for none."""
+    unit: int = 0
+    """Tokens of a hash block; 0 for as many as possible."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
     avoids_known: bool = True
@@ -248,8 +248,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
-    """A request arrives: ``shared`` times 4 tokens of the trunk, then ``tail`` of branch ``branch``. ``content``
-    picks salt, adapter, images.
+    """A request arrives: ``shared`` times 4 tokens of the trunk, or an earlier prompt, then ``tail`` of branch
+    ``branch``. ``content`` picks adapter, images, salt.
     """
 
     shared: int = 0
@@ -257,6 +257,8 @@ class Arrive(CoarseOp, frozen=True, tag="arrive"):
     branch: int = 0
     content: int = 0
     reads_cache: int = 1
+    again: int = 0
+    """If positive: the prompt of the so-manyth last request takes the place of the trunk."""
 
 
 class Schedule(CoarseOp, frozen=True, tag="schedule"):
@@ -275,6 +277,10 @@ class Schedule(CoarseOp, frozen=True, tag="schedule"):
     others_run: int = 0
     in_flight: int = 0
     """So many of its computed tokens are still in flight."""
+    stop: int = 0
+    """With a Mamba group in align mode the chunk ends at the end of a block (1), of a hash block (2), of one before the
+    prompt's last token (3), if it reaches that; else (0) anywhere.
+    """
 
 
 class Output(CoarseOp, frozen=True, tag="output"):
@@ -313,8 +319,9 @@ RANGES |= {
         "shared": (0, 10),
         "tail": (0, 9),
         "branch": (0, 2),
-        "content": (0, 7),
+        "content": (0, 119),
         "reads_cache": (0, 5),
+        "again": (-4, 4),
     },
     Schedule: {
         "pick": _PICK,
@@ -327,6 +334,7 @@ RANGES |= {
         "reserved": (-4, 3),
         "others_run": _BIT,
         "in_flight": (-6, 6),
+        "stop": (0, 3),
     },
     Output: {"pick": _PICK, "tokens": (1, 3), "rejected": (-2, 2)},
     Preempt: {"pick": _PICK},
@@ -335,18 +343,22 @@ RANGES |= {
     NewStep: {},
 }
 
-WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 4}
+WEIGHTS |= {Arrive: 12, Schedule: 30, Output: 14, Preempt: 3, Finish: 9, StepProcessed: 4, NewStep: 16}
 
 
-CoreOp = PoolOp | CacheOp
+RANGES |= STEP_RANGES
+WEIGHTS |= STEP_WEIGHTS
+
+CoreSetup = PoolSetup | CacheSetup | StepSetup
+CoreOp = PoolOp | CacheOp | StepOp
 
 
 class CoreHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="level", tag="core"):
-    """What happened to one block pool, or to one KV cache manager. Enough to let it happen again."""
+    """What happened to one block pool, KV cache manager or scheduler. Enough to let it happen again."""
 
     target: str
     """``vllm-core@0.33.0``; without a release, the vLLM that was importable."""
-    setup: PoolSetup | CacheSetup
+    setup: CoreSetup
     ops: tuple[CoreOp, ...]
     format: int = HISTORY_FORMAT
 
@@ -374,7 +386,13 @@ POOL_SETUP_RANGES = {
     "avoids_known": (0, 7),
 }
 
-FAMILIES = ("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF")
+INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
+"""Families whose hits can end inside blocks, some only with hash blocks that are smaller than all blocks."""
+
+FAMILIES = (
+    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF"),
+    *INSIDE_FAMILIES * 2,
+)
 """Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
 
 _KINDS = {"F": Kind.FULL, "W": Kind.SLIDING_WINDOW, "C": Kind.CHUNKED_LOCAL, "M": Kind.MAMBA, "A": Kind.MAMBA}
@@ -393,6 +411,7 @@ def cache_setup(
     in_flight: int,
     watermark: int,
     interval: int,
+    unit: int,
     avoids_known: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
@@ -415,6 +434,7 @@ def cache_setup(
     spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
     every_state = profile.caches_every_state or "M" not in letters
+    may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
     return CacheSetup(
         groups=tuple(groups),
         blocks=6 + blocks * len(groups) // block_tokens,
@@ -424,6 +444,7 @@ def cache_setup(
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
+        unit=(0, size, size, size // 2)[unit] if may_be_smaller else 0,
         eagle_fallback=eagle == 8 and "C" not in letters,
         avoids_known=avoided,
     )
@@ -440,14 +461,15 @@ CACHE_SETUP_RANGES = {
     "in_flight": (0, 3),
     "watermark": (-4, 2),
     "interval": (-3, 2),
-    "avoids_known": (0, 7),
+    "unit": (0, 3),
+    "avoids_known": (0, 3),
 }
 
 
 def core_history_from_json(data: bytes) -> CoreHistory:
     """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
     exact = ("text", "group", "groups")
-    return coarse_history(data, CoreHistory, {PoolSetup: PoolOp, CacheSetup: CacheOp}, RANGES, exact)
+    return coarse_history(data, CoreHistory, {PoolSetup: PoolOp, CacheSetup: CacheOp, StepSetup: StepOp}, RANGES, exact)
 
 
 H = TypeVar("H", bound=msgspec.Struct)

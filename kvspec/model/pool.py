@@ -415,6 +415,10 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
+    def events_waiting(self) -> int:
+        """Return how many events wait to be taken."""
+        return len(self._events)
+
     @clause
     def _tell_stored(self, text: Text, chosen: list[int], first: int, end: int, block_tokens: int, group: int) -> None:
         """EVENT-2. Each registration of a range is one event, with the hash before the range as parent, even

@@ -55,6 +55,16 @@ class CpScaling(Enum):
     DECODE_SHARDED = "decode size, the groups that say that they are sharded"
 
 
+class PromptState(Enum):
+    """At which position in a prompt the state of a Mamba group in align mode is registered."""
+
+    NOWHERE = "none"
+    INSIDE = "the end of its last hash block, if that is inside a block"
+    INSIDE_BEFORE_OWN_DRAFTS = "the same, but a hash block earlier if a draft model reads the group"
+    INSIDE_BEFORE_DRAFTS = "the same, but a hash block earlier if there is a draft model"
+    ANYWHERE = "where a resend of the prompt goes on: the last hash block's end before its last token, or so"
+
+
 class TierRecency(Enum):
     """When a chunk of the CPU tier gets its place in the order of eviction (LRU)."""
 
@@ -244,11 +254,45 @@ class Profile:
             {"0.20.2": False, "0.31.0": True},
         )
     )
-    registers_prompt_states: bool = field(
+    hits_inside: bool = field(
         metadata=_switch(
-            "The state where a resend of the prompt goes on is registered whatever sparse retention says.",
+            "Hits can end inside a block; the request goes on in a copy of it.",
+            "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.enable_partial_hash_hits",
+            {"0.20.2": False, "0.26.0": True},
+        )
+    )
+    hits_inside_if_all_can: bool = field(
+        metadata=_switch(
+            "They do so only if all groups can be hit there.",
+            "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.__init__",
+            {"0.20.2": False, "0.28.0": True},
+        )
+    )
+    hits_inside_with_cp: bool = field(
+        metadata=_switch(
+            "They do so with decode context parallelism, too.",
+            "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.__init__",
+            {"0.20.2": False, "0.29.0": True},
+        )
+    )
+    masks_by_hash_block: bool = field(
+        metadata=_switch(
+            "What is worth registering follows from where hits can end, inside blocks too.",
+            "v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager.cache_blocks",
+            {"0.20.2": False, "0.29.0": True},
+        )
+    )
+    prompt_state: PromptState = field(
+        metadata=_switch(
+            "At which position in a prompt its state is registered whatever sparse retention says.",
             "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block",
-            {"0.20.2": False, "0.32.0": True},
+            {
+                "0.20.2": PromptState.NOWHERE,
+                "0.26.0": PromptState.INSIDE,
+                "0.30.0": PromptState.INSIDE_BEFORE_OWN_DRAFTS,
+                "0.31.0": PromptState.INSIDE_BEFORE_DRAFTS,
+                "0.32.0": PromptState.ANYWHERE,
+            },
         )
     )
     retains_shared_prefix: bool = field(
@@ -619,6 +663,14 @@ KNOWN_ISSUES = (
         "0.33.0",
         "A state that is registered already is registered again when its prompt goes on: no hit in that step.",
         "tests/test_core_machine.py",
+    ),
+    KnownIssue(
+        "core-passed-state-registered",
+        "REG-6",
+        "0.26.0",
+        "0.32.0",
+        "A step that is scheduled before the first output registers a state past the prompt's end as that of the end.",
+        "tests/bugs/core_passed_state_registered.py",
     ),
     KnownIssue(
         "core-states-over-allocated",

@@ -99,14 +99,44 @@ def alignment_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Prof
 
 
 @clause
-def hash_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile) -> int:
+def hash_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile, unit: int = 0) -> int:
     """SCALE-4. A hash block is the greatest common divisor of the groups' spans, so that every block is a
     whole number of them.
 
+    With several groups a smaller ``unit`` can be asked for that divides it.
+
     Source: vLLM 0.33.0, v1/core/kv_cache_utils.py, resolve_kv_cache_block_sizes (hash_block_size).
-    Releases: all (a configured size, and groups that aren't cached, aren't modelled).
+    Releases: all (groups that aren't cached aren't modelled).
     """
-    return math.gcd(*(span_tokens(group, cp, profile) for group in groups))
+    largest = math.gcd(*(span_tokens(group, cp, profile) for group in groups))
+    if unit and (largest % unit or len(groups) == 1):
+        raise Unsupported(f"hash blocks of {unit} tokens")
+    return unit or largest
+
+
+@clause
+def hit_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile, hash_tokens: int) -> int:
+    """SCALE-9. Where a Mamba group in align mode has blocks longer than a hash block, hits end at multiples of a hash
+    block, inside blocks too.
+
+    All other groups must be full attention, or have blocks of one hash block; else hits end as ``SCALE-3`` says. With
+    decode context parallelism blocks of one hash block are long enough. 0.27.1 and older don't ask the other groups;
+    what comes of it isn't modelled (Unsupported).
+
+    Source: vLLM 0.33.0, v1/core/kv_cache_utils.py, partial_hash_hits_enabled.
+    Releases: 0.26.0 and later; with decode context parallelism 0.29.0 and later.
+    """
+    alignment = alignment_tokens(groups, cp, profile)
+    least = hash_tokens if cp.decode > 1 and profile.hits_inside_with_cp else hash_tokens + 1
+    long = any(group.align and group.block_tokens >= least for group in groups)
+    if not (profile.hits_inside and long) or (cp.decode > 1 and not profile.hits_inside_with_cp):
+        return alignment
+    able = all(
+        group.kind in (Kind.FULL, Kind.MAMBA) or span_tokens(group, cp, profile) == hash_tokens for group in groups
+    )
+    if not able and not profile.hits_inside_if_all_can:
+        raise Unsupported("hits inside blocks with groups that can't be hit there")
+    return hash_tokens if able else alignment
 
 
 @clause

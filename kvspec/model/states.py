@@ -5,8 +5,10 @@ registered. The blocks that a chunk jumps over hold no state: their places in th
 decodes, its state changes in place, in the row's last block; the ``spares`` blocks after it take the states
 after each draft token.
 
-Not modelled: checkpoints inside a chunk (0.29.0 and later, only with a backend that can export them); states
-registered and hit inside a block, with copy-on-write (0.26.0 and later, Mamba blocks longer than a hash block);
+A state can be registered for where a prompt ends inside a block (0.26.0 and later), and hit there. What is found is
+never changed: who goes on from it does so in a copy, or, if it is the request's own state, leaves a copy behind.
+
+Not modelled: checkpoints inside a chunk (0.29.0 and later, only with a backend that can export them);
 the hand-over of states to a connector; a connector whose tokens come while the step computes on (none of vLLM's
 offload connectors): the count of needed blocks leaves out the block for them.
 """
@@ -14,6 +16,7 @@ offload connectors): the count of needed blocks leaves out the block for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvspec.model.clauses import clause
 from kvspec.model.groups import Group, blocks_for, skipped_tokens
@@ -29,41 +32,97 @@ class Running:
     """Whether it has blocks of its own, not only those of a hit."""
     source: int | None = None
     """The place in the row of the state that its last step started from."""
+    shared: int | None = None
+    """The place in the row of a block that can be found and that its next step writes: it must be copied first."""
+
+
+class Copy(NamedTuple):
+    """A copy of a block that must run before the step does. Both are held until it has."""
+
+    source: int
+    target: int
 
 
 @clause
-def states_needed(group: Group, span: int, tokens: int, held: int, running: Running, profile: Profile) -> int:
+def own_tail(pool: BlockPool, row: list[int], running: Running) -> Copy | None:
+    """ALLOC-9. Before a request goes on inside a block that it has hit, a new block takes that one's place in its row,
+    as a copy.
+
+    The request's reference to the block that was hit becomes one for the copying; the copy has a second one for it.
+
+    Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager._apply_cow.
+    Releases: 0.26.0 and later.
+    """
+    if running.shared is None:
+        return None
+    place, running.shared = running.shared, None
+    (target,) = pool.allocate(1)
+    copy = Copy(row[place], target)
+    pool.touch([target])
+    row[place] = target
+    return copy
+
+
+@clause
+def leave_state(pool: BlockPool, row: list[int], running: Running) -> Copy | None:
+    """STATE-4. Before a request goes on from a state of its own that it has registered inside a block, a new block
+    takes over the state's hashes, as a copy.
+
+    A worker's row of a running request only grows at its end, so the request stays in its block. The copy can't be used
+    in this step.
+
+    Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.allocate_new_blocks.
+    Releases: 0.26.0 and later.
+    """
+    if running.shared is None:
+        return None
+    place, running.shared = running.shared, None
+    (target,) = pool.allocate(1)
+    pool.move_hashes(row[place], target)
+    pool.touch([row[place]])
+    return Copy(row[place], target)
+
+
+@clause
+def states_needed(
+    group: Group, span: int, tokens: int, held: int, copies: int, running: Running, profile: Profile
+) -> int:
     """STATE-1. A step takes at most one new block for its running state, and at first one for each draft token
     besides: spares move on.
 
     Slots for a draft model's own lookahead don't count: it has no states. ``tokens`` are those after the step,
-    ``held`` counts the row and the hit. Blocks; negative where more is held than needed.
+    ``held`` counts the row and the hit, ``copies`` is 1 if a block is copied. Blocks; negative where more is held than
+    needed.
 
     Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate.
     Releases: all (0.30.0 and older count that many as soon as one is lacking).
     """
     lacking = blocks_for(tokens, span) + group.spares - held
-    most = 1 if running.allocated else 1 + group.spares
+    if copies:
+        lacking = max(lacking, 0) + copies
+    most = copies + (1 if running.allocated else 1 + group.spares)
     if lacking > 0 and not profile.counts_lacking_states:
         return most
     return min(lacking, most)
 
 
 @clause
-def extend_states(pool: BlockPool, group: Group, span: int, tokens: int, row: list[int], running: Running) -> list[int]:
+def extend_states(
+    pool: BlockPool, group: Group, span: int, tokens: int, row: list[int], running: Running
+) -> tuple[list[int], Copy | None]:
     """STATE-2. A row grows to the block of the step's last token and the spares: places jumped over are null, old
     spares move to the end.
 
-    Returns what was appended to the row, null blocks and moved ones included.
+    Returns what is new in the row, null blocks and moved ones included, a copy first; and what must be copied.
 
     Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.allocate_new_blocks.
     Releases: all.
     """
     before = len(row)
     required = blocks_for(tokens, span) + group.spares
-    if required <= before:
+    if required <= before and running.shared is None:
         running.allocated |= pool.profile.counts_full_rows_as_allocated
-        return []
+        return [], None
     last = required - group.spares - 1
     if running.allocated:
         running.source = before - group.spares - 1
@@ -74,9 +133,12 @@ def extend_states(pool: BlockPool, group: Group, span: int, tokens: int, row: li
         for place in range(before - group.spares, min(before, last)):
             row.append(row[place])
             row[place] = NULL
-    row += pool.allocate(required - len(row))
+    lacking = required - len(row) if running.shared is None else max(required - len(row), 0)
+    copy = leave_state(pool, row, running) if running.allocated else own_tail(pool, row, running)
+    new = [copy.target] if copy and not running.allocated else []
+    row += pool.allocate(lacking)
     running.allocated = True
-    return row[before:]
+    return new + row[before:], copy
 
 
 @clause

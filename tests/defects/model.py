@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvspec.defects import Defect, Patch
-from kvspec.model import cache, groups, keys, pool, scaling, states
+from kvspec.model import cache, deferred, groups, keys, layout, lookup, pool, registration, scaling, states
 from kvspec.model.pool import NULL
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -25,7 +25,7 @@ def changed(owner: Any, name: str, wrap: Wrap) -> Callable[[Patch], None]:
         from kvspec.equality import scaling as sizes
 
         original = getattr(owner, name)
-        for place in (owner, cache, scaling, states, pair, sizes):
+        for place in (owner, cache, layout, lookup, registration, scaling, states, pair, sizes):
             if vars(place).get(name) is original:
                 patch.setattr(place, name, wrap(original))
 
@@ -66,9 +66,19 @@ def _shorter_together(original: Any) -> Any:
     def longest(self: Any, text: Any, limit: int, indices: Any, proof_limit: int | None) -> int:
         indices = list(indices)
         tokens = int(original(self, text, limit, indices, proof_limit))
-        return max(0, tokens - self.alignment) if len({self.groups[i].layout() for i in indices}) > 1 else tokens
+        layouts = {self.layout.groups[index].layout() for index in indices}
+        return max(0, tokens - self.layout.hit_tokens) if len(layouts) > 1 else tokens
 
     return longest
+
+
+def _only_full_blocks(original: Any) -> Any:
+    def reach(self: Any, text: Any, limit: int, index: int, proof_limit: int | None) -> Any:
+        tokens, blocks = original(self, text, limit, index, proof_limit)
+        full = tokens // self.layout.spans[index]
+        return full * self.layout.spans[index], blocks[:full]
+
+    return reach
 
 
 def _twice(original: Any) -> Any:
@@ -129,14 +139,15 @@ def _keeps_spares_in_place(original: Any) -> Any:
 
 def _in_order(original: Any) -> Any:
     def free(self: Any, request: Any) -> None:
-        self.passed.pop(request.name, None)
-        for row in self.tables.pop(request.name, []):
+        held = self.held.pop(request.name, None)
+        for row in held.rows if held else ():
             self._release(row, by_hash=False)
 
     return free
 
 
-P, C, D = pool.BlockPool, cache.CacheManager, cache.DeferredFrees
+P, C, D = pool.BlockPool, cache.CacheManager, deferred.DeferredFrees
+F, R = lookup.Finder, registration.Registrar
 UNMASKED = _only(lambda *a: a[4] is None, lambda original, *a: None)
 
 _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
@@ -180,6 +191,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "SCALE-2": ("scaling", without(scaling, "refuse_unsupported")),
     "SCALE-3": ("cache", changed(scaling, "alignment_tokens", lambda f: lambda *a: 2 * f(*a))),
     "SCALE-4": ("cache", changed(scaling, "hash_tokens", lambda f: lambda *a: f(*a) // 2)),
+    "SCALE-9": ("cache", changed(scaling, "hit_tokens", lambda f: lambda *a: scaling.alignment_tokens(*a[:-1]))),
     "SCALE-5": ("scaling", changed(scaling, "slot", lambda f: lambda p, span, ranks, turn: f(p, span, ranks, 1))),
     "SCALE-6": ("scaling", changed(scaling, "tokens_on_rank", lambda f: lambda n, *a: f(n + 1, *a))),
     "SCALE-7": ("scaling", changed(scaling, "whole_blocks", lambda f: groups.blocks_for)),
@@ -188,23 +200,27 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "WINDOW-2": ("cache", without(C, "_release_skipped")),
     "HIT-1": ("cache", changed(groups, "needed_for_hit", lambda f: lambda group, span, n: range(n // span))),
     "HIT-2": ("cache", changed(groups, "proof_for_eagle", lambda f: lambda group, span, n: range(0))),
-    "HIT-3": ("cache", changed(C, "lookup", _reads_anyway)),
-    "HIT-4": ("cache", changed(C, "longest", _shorter_together)),
+    "HIT-3": ("cache", changed(F, "lookup", _reads_anyway)),
+    "HIT-4": ("cache", changed(F, "longest", _shorter_together)),
     "HIT-5": (
         "cache",
         changed(
-            C, "proof_limit_of", lambda f: lambda self, t, n: n if f(self, t, n) > n else n + (len(self.groups) > 1)
+            F,
+            "proof_limit_of",
+            lambda f: lambda self, t, n: n if f(self, t, n) > n else n + (len(self.layout.groups) > 1),
         ),
     ),
-    "HIT-6": ("cache", changed(C, "_hit_row", lambda f: lambda self, *a: f(self, *a)[:-1])),
-    "HIT-7": ("cache", without(C, "_parting", 0)),
+    "HIT-6": ("cache", changed(F, "_hit_row", lambda f: lambda self, *a: f(self, *a)[:-1])),
+    "HIT-7": ("cache", without(F, "_parting", 0)),
+    "HIT-8": ("cache", changed(F, "reach", _only_full_blocks)),
     "NEED-1": (
         "cache",
         changed(C, "blocks_needed", lambda f: lambda self, *a, **n: f(self, *a, **n) + ("capped" not in n)),
     ),
-    "NEED-2": ("cache", without(C, "is_fresh", False)),
+    "NEED-2": ("cache", without(R, "is_fresh", False)),
     "NEED-3": ("cache", without(groups, "admission_cap")),
-    "NEED-4": ("cache", without(C, "new_step")),
+    "NEED-5": ("cache", without(C, "copies_needed", 0)),
+    "NEED-4": ("cache", without(R, "new_step")),
     "ALLOC-1": ("cache", without(C, "_refuse_nothing")),
     "ALLOC-2": ("cache", without(C, "_watermark", 0)),
     "ALLOC-3": ("cache", without(C, "_fits", True)),
@@ -216,21 +232,32 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
         changed(C, "_extend", lambda f: lambda self, r, n, main: f(self, r, n + min(self.spans), main)),
     ),
     "ALLOC-8": ("cache", changed(C, "allocate", lambda f: lambda self, *a, reserved, **n: f(self, *a, **n))),
+    "ALLOC-9": ("cache", without(states, "own_tail")),
+    "ALLOC-10": ("cache", without(C, "take_copies", [])),
     "REG-1": (
         "cache",
-        changed(C, "register", _only(lambda self, *a: len(self.groups) == 1, lambda f, self, r, n: f(self, r, n - 1))),
+        changed(
+            R,
+            "register",
+            _only(
+                lambda self, *a, **named: len(self.layout.groups) == 1,
+                lambda f, self, r, n, *a, **named: f(self, r, n - 1, *a, **named),
+            ),
+        ),
     ),
     "REG-2": ("cache", changed(groups, "worth_registering", UNMASKED)),
-    "REG-3": ("cache", changed(C, "_registrable", lambda f: lambda self, n, i: n)),
-    "REG-4": ("cache", without(C, "_boundaries", ())),
-    "REG-5": ("cache", without(C, "_register_tail")),
-    "REG-6": ("cache", without(C, "_register_prompt_state")),
+    "REG-3": ("cache", changed(R, "_registrable", lambda f: lambda self, n, i: n)),
+    "REG-4": ("cache", without(R, "_boundaries", ())),
+    "REG-5": ("cache", without(R, "_register_tail")),
+    "REG-6": ("cache", without(R, "_register_prompt_state")),
     "STATE-1": ("cache", changed(states, "states_needed", lambda f: lambda *a: f(*a) + 1)),
     "STATE-2": ("cache", changed(states, "extend_states", _keeps_spares_in_place)),
     "STATE-3": ("cache", without(states, "states_passed", ([], []))),
+    "STATE-4": ("cache", without(states, "leave_state")),
     "FREE-1": ("cache", changed(C, "free", _in_order)),
     "FREE-2": ("cache", changed(C, "take", lambda f: lambda self, r: f(self, r)[::-1])),
     "FREE-3": ("cache", changed(D, "free", _always_at_once)),
+    "FREE-5": ("cache", without(D, "release_copies")),
     "FREE-4": ("cache", changed(D, "step_processed", _keeps_order)),
 }
 """Clause -> what to run, and a defect of the model that only this clause notices."""

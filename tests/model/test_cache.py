@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvspec.model.cache import CacheManager, DeferredFrees, Request
+from kvspec.model.cache import CacheManager
+from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Group, Kind
 from kvspec.model.pool import NULL
 from kvspec.model.profile import RELEASES, profile_for
+from kvspec.model.requests import Request
 
 FULL = Group(Kind.FULL, 4)
 NEWEST = profile_for(RELEASES[-1])

@@ -7,7 +7,20 @@ from dataclasses import fields
 
 import pytest
 
-from kvspec.model import CLAUSES, cache, groups, keys, offload, pool, scaling, states, tiers
+from kvspec.model import (
+    CLAUSES,
+    cache,
+    deferred,
+    groups,
+    keys,
+    lookup,
+    offload,
+    pool,
+    registration,
+    scaling,
+    states,
+    tiers,
+)
 from kvspec.model.profile import (
     KNOWN_ISSUES,
     RELEASES,
@@ -63,7 +76,8 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
-    modules = {module.__name__ for module in (cache, groups, keys, offload, pool, scaling, states, tiers)}
+    found = (cache, deferred, groups, keys, lookup, offload, pool, registration, scaling, states, tiers)
+    modules = {module.__name__ for module in found}
     for clause in CLAUSES.values():
         assert clause.sentence.endswith((".", ")"))
         release, place = clause.source.removeprefix("vLLM ").split(", ", 1)

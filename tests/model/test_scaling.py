@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
-from kvspec.model.cache import CacheManager, Request
+from kvspec.model.cache import CacheManager
 from kvspec.model.groups import Group, Kind, blocks_for
 from kvspec.model.profile import RELEASES, CpScaling, profile_for
+from kvspec.model.requests import Request
 from kvspec.model.scaling import (
     ContextParallel,
     Unsupported,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvspec.model.cache import CacheManager, Request
+from kvspec.model.cache import CacheManager
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import RELEASES, profile_for
+from kvspec.model.requests import Request
 
 
 def aligned(spares: int = 0) -> Group:

@@ -37,6 +37,8 @@ class PoolState(NamedTuple):
     """Per block: how many tokens its first key stands for; 0 where the release doesn't record it, or there
     is no key.
     """
+    waiting: int
+    """Events that wait to be taken."""
     found: dict[tuple[RawHash, int], list[int]]
     """Key -> blocks, the one that a look-up returns first."""
 
@@ -113,6 +115,8 @@ def make_request(
     salt: str | None = None,
     lookahead: int = 0,
     max_tokens: int = 1000,
+    priority: int = 0,
+    arrival: float = 0.0,
 ) -> Any:
     """Return the target's ``Request``, with its block hashes. Images are (identifier, offset, length)."""
     vllm = _modules()
@@ -137,6 +141,8 @@ def make_request(
         mm_features=features or None,
         lora_request=lora,
         cache_salt=salt,
+        priority=priority,
+        arrival_time=arrival,
         block_hasher=_hasher(hash_tokens, lookahead),
     )
 
@@ -267,6 +273,7 @@ def pool_state(pool: Any) -> PoolState:
             for block in pool.blocks
         ],
         ends=[getattr(block, "block_hash_num_tokens", None) or 0 for block in pool.blocks],
+        waiting=len(pool.kv_event_queue),
         found={
             _split_key(key): list(found) if isinstance(found, dict) else [found.block_id]
             for key, found in cache.items()
@@ -332,6 +339,7 @@ class Sizes(NamedTuple):
 
     alignment: int
     hash_tokens: int
+    hit_tokens: int
     spans: list[int]
 
 
@@ -385,6 +393,7 @@ class RealCache:
         max_tokens, in_flight_tokens: the longest text; the most tokens in flight at once.
         watermark: share of the pool.
         interval: sparse retention, tokens.
+        unit: tokens of a hash block, 0 for the release's choice.
     """
 
     def __init__(
@@ -400,12 +409,14 @@ class RealCache:
         in_flight_tokens: int,
         watermark: float,
         interval: int | None,
+        unit: int = 0,
     ) -> None:
         from vllm.v1.core import kv_cache_manager
 
         register_specs()
         config = cache_config(groups, num_blocks, caching, interval)
-        alignment, hash_tokens = _block_sizes(config, groups[0][1], caching, prefill, decode)
+        block_tokens = next((tokens for kind, tokens, *_ in groups if kind == "mamba-align"), groups[0][1])
+        alignment, hash_tokens = _block_sizes(config, block_tokens, caching, prefill, decode, unit)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
         in_flight = "max_in_flight_tokens" if "max_in_flight_tokens" in known else "max_num_batched_tokens"
@@ -425,8 +436,10 @@ class RealCache:
         }
         with _environment("VLLM_PREFIX_CACHE_RETENTION_INTERVAL", interval):
             self.manager = manager(**{name: value for name, value in arguments.items() if name in known})
-        managers = self.manager.coordinator.single_type_managers
-        self.sizes = Sizes(alignment, hash_tokens, [single.block_size for single in managers])
+        coordinator = self.manager.coordinator
+        spans = [single.block_size for single in coordinator.single_type_managers]
+        hit_tokens = getattr(coordinator, "_cache_hit_alignment_tokens", alignment)  # 0.26 and later, several groups
+        self.sizes = Sizes(alignment, hash_tokens, hit_tokens, spans)
         self.pool = self.manager.block_pool
         self.fence = _fence(self.manager)
         self.calls: list[Call] = []
@@ -468,7 +481,7 @@ class RealCache:
             kv_cache_group_ids=indices,
             block_pool=self.pool,
             kv_cache_spec=manager.kv_cache_spec,
-            alignment_tokens=self.sizes.alignment,
+            alignment_tokens=self.sizes.hit_tokens,
             dcp_world_size=manager.dcp_world_size,
             pcp_world_size=manager.pcp_world_size,
             **named,
@@ -546,6 +559,18 @@ class RealCache:
         ids = [[block.block_id for block in blocks if not block.is_null] for _, blocks in self.fence.deferred_frees]
         return [blocks for blocks in ids if blocks]
 
+    def copies(self) -> list[list[tuple[int, int]]]:
+        """Return per group what must be copied: (source, target)."""
+        managers = self.manager.coordinator.single_type_managers
+        return [[(one.block_id, to.block_id) for one, to in manager._pending_cow_copies] for manager in managers]
+
+    def take_copies(self, step: int) -> list[tuple[int, int]]:
+        """Take the copies that run in a step, and have their blocks released after it, as the scheduler does."""
+        copies, blocks = self.manager.take_kv_cache_block_copies()
+        if copies:
+            self.fence._free_cow_retained_blocks(blocks, step)
+        return [(copy.src_block_id, copy.dst_block_id) for copy in copies]
+
     def fresh(self) -> set[tuple[RawHash, int]]:
         """Return the keys that Mamba groups have registered in this step."""
         managers = self.manager.coordinator.single_type_managers
@@ -590,12 +615,17 @@ def cache_config(
     return config
 
 
-def _block_sizes(config: Any, block_tokens: int, caching: bool, prefill: int, decode: int) -> tuple[int, int]:
+def _block_sizes(
+    config: Any, block_tokens: int, caching: bool, prefill: int, decode: int, unit: int
+) -> tuple[int, int]:
     from types import SimpleNamespace
 
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(
-            block_size=block_tokens, enable_prefix_caching=caching, hash_block_size=None, prefix_match_unit=None
+            block_size=block_tokens,
+            enable_prefix_caching=caching,
+            hash_block_size=unit or None,
+            prefix_match_unit=unit or None,
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=decode, prefill_context_parallel_size=prefill),
         kv_transfer_config=None,
@@ -621,7 +651,12 @@ def _fence(manager: Any) -> Any:
     """Return an object with the scheduler's own methods that defer releases, and nothing else of it."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    names = ("_free_request_blocks", "_request_blocks_can_be_freed", "_drain_deferred_frees")
+    names = (
+        "_free_request_blocks",
+        "_request_blocks_can_be_freed",
+        "_free_cow_retained_blocks",
+        "_drain_deferred_frees",
+    )
     methods = {name: getattr(Scheduler, name) for name in names if hasattr(Scheduler, name)}
     fence = type("Fence", (), methods)()
     fence.kv_cache_manager = manager

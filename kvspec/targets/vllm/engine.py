@@ -113,11 +113,6 @@ class VllmEngine:
         return RunnerV2(wrapped, _output_maker(), takes_output)
 
     def _make_scheduler(self) -> Any:
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.structured_output import StructuredOutputManager
-
         cache = self.vllm_config.cache_config
         counts = [
             connector.get_aligned_num_cpu_blocks()
@@ -127,45 +122,22 @@ class VllmEngine:
         ]
         if counts:
             cache.simple_cpu_offload_num_blocks = min(counts)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
-        self.hash_block_size = hash_block_size
-        self.structured_output = StructuredOutputManager(self.vllm_config)
-        scheduler_class = AsyncScheduler if self.setup.async_scheduling else Scheduler
-        return scheduler_class(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_cache_config,
-            structured_output_manager=self.structured_output,
-            block_size=block_size,
-            hash_block_size=hash_block_size,
-            log_stats=False,
+        scheduler, self.structured_output, self.hash_block_size = make_scheduler(
+            self.vllm_config, self.kv_cache_config, self.setup.async_scheduling
         )
+        return scheduler
 
     def _complete_core(self) -> None:
-        core = self.core
         depth = 2 if self.setup.async_scheduling else 1
-        for name, value in {
-            "vllm_config": self.vllm_config,
-            "log_stats": False,
-            "model_executor": self.executor,
-            "scheduler": self.scheduler,
-            "structured_output_manager": self.structured_output,
-            "batch_queue_size": depth,
-            "batch_queue": deque(maxlen=depth) if depth > 1 else None,
-            "aborts_queue": queue.Queue(),
-            "async_scheduling": self.setup.async_scheduling,
-            "use_spec_decode": False,
-            "check_for_draft_tokens": False,
-            "is_pooling_model": False,
-            "is_mm_encoder_only": False,
-            "is_ec_producer": False,
-            "is_ec_consumer": True,
-            "ec_producer": False,
-            "_weight_version": "default",
-            "mm_receiver_cache": None,
-            "_idle_state_callbacks": [],
-        }.items():
-            setattr(core, name, value)
-        core.step_fn = core.step if depth == 1 else core.step_with_batch_queue
+        complete_core(
+            self.core,
+            self.vllm_config,
+            self.executor,
+            self.scheduler,
+            self.structured_output,
+            depth,
+            self.setup.async_scheduling,
+        )
 
     # What a history does ----------------------------------------------------------------------------------------------
 
@@ -270,6 +242,63 @@ class VllmEngine:
 def children(connector: Any) -> list[Any]:
     """Return the connectors that a MultiConnector has, or the connector itself."""
     return list(getattr(connector, "_connectors", [connector]))
+
+
+def make_scheduler(vllm_config: Any, kv_cache_config: Any, asynchronous: bool) -> tuple[Any, Any, int]:
+    """Return the target's scheduler, its structured output manager, and the tokens of a hash block."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    structured_output = StructuredOutputManager(vllm_config)
+    scheduler_class = AsyncScheduler if asynchronous else Scheduler
+    scheduler = scheduler_class(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=structured_output,
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+        log_stats=False,
+    )
+    return scheduler, structured_output, hash_block_size
+
+
+def complete_core(
+    core: Any,
+    vllm_config: Any,
+    executor: Any,
+    scheduler: Any,
+    structured_output: Any,
+    depth: int,
+    asynchronous: bool,
+    drafts: bool = False,
+) -> None:
+    """Set what the step functions of an ``EngineCore`` read; up to ``depth`` steps are in flight."""
+    for name, value in {
+        "vllm_config": vllm_config,
+        "log_stats": False,
+        "model_executor": executor,
+        "scheduler": scheduler,
+        "structured_output_manager": structured_output,
+        "batch_queue_size": depth,
+        "batch_queue": deque(maxlen=depth) if depth > 1 else None,
+        "aborts_queue": queue.Queue(),
+        "async_scheduling": asynchronous,
+        "use_spec_decode": drafts,
+        "check_for_draft_tokens": False,
+        "is_pooling_model": False,
+        "is_mm_encoder_only": False,
+        "is_ec_producer": False,
+        "is_ec_consumer": True,
+        "ec_producer": False,
+        "_weight_version": "default",
+        "mm_receiver_cache": None,
+        "_idle_state_callbacks": [],
+    }.items():
+        setattr(core, name, value)
+    core.step_fn = core.step if depth == 1 else core.step_with_batch_queue
 
 
 def group_of(key: bytes) -> int:

@@ -1,0 +1,211 @@
+"""What a request registers for others to find: which of its blocks, when, and for how many tokens.
+
+Not modelled: what ``groups`` and ``states`` leave out; multi-module drafting; blocks registered at a shared prefix's
+end inside a block (0.30.0 and later, only where it is asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvspec.model.clauses import clause
+from kvspec.model.groups import Kind, blocks_for, worth_registering
+from kvspec.model.keys import Key
+from kvspec.model.layout import Layout
+from kvspec.model.pool import NULL, BlockPool
+from kvspec.model.profile import PromptState
+from kvspec.model.requests import Request
+from kvspec.model.scaling import whole_blocks
+from kvspec.model.states import Running
+
+
+@dataclass
+class Held:
+    """What a request holds, group by group."""
+
+    rows: list[list[int]]
+    """Its block table."""
+    passed: list[int]
+    """The blocks from the start on that needn't be considered for registration any more."""
+    running: list[Running] = field(default_factory=list)
+    """See ``states``."""
+
+
+class Registrar:
+    """Registers blocks.
+
+    Args:
+        layout: the groups.
+        pool: their blocks.
+        interval: sparse retention, see ``worth_registering``; None for none.
+    """
+
+    def __init__(self, layout: Layout, pool: BlockPool, interval: int | None) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.interval = interval
+        self.fresh: set[Key] = set()
+        """What Mamba groups have registered in this step."""
+
+    @clause
+    def register(self, request: Request, tokens: int, held: Held, *, whole_chunk: bool = True) -> None:
+        """REG-1. Blocks are registered when they are scheduled to be filled with known tokens, each once:
+        drafts may yet be rejected.
+
+        ``tokens`` are the computed and scheduled ones, drafts left out; ``whole_chunk`` says that there are no drafts.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager.cache_blocks.
+        Releases: all.
+        """
+        if not self.pool.caching:
+            return
+        for index in range(len(self.layout.groups)):
+            end = self._registrable(tokens, index)
+            self._register_full(request, end, index, held)
+            self._register_tail(request, end, index, held.rows[index])
+            if whole_chunk or end < len(request.text.tokens):
+                self._register_prompt_state(request, end, index, held)
+
+    def _register_full(self, request: Request, tokens: int, index: int, held: Held) -> None:
+        layout, row = self.layout, held.rows[index]
+        group, span = layout.groups[index], layout.spans[index]
+        hashed = len(request.text.hashes) * layout.hash_tokens
+        first, end = held.passed[index], whole_blocks(min(tokens, hashed), span)
+        if first >= end:
+            return
+        wanted = None
+        if layout.profile.masks_unreachable:
+            boundaries, drops = self._boundaries(request, index), layout.drops[index]
+            unit = layout.hit_tokens if layout.profile.masks_by_hash_block else layout.alignment
+            wanted = worth_registering(group, span, unit, drops, self.interval, boundaries, range(first, end))
+        self.pool.register(request.text, row, first, end, span, index, wanted)
+        held.passed[index] = end
+        if group.kind is Kind.MAMBA:
+            keys = (self.pool.blocks[block].hash for block in row[first:end])
+            self.fresh.update(key for key in keys if key is not None)
+
+    @clause
+    def _register_tail(self, request: Request, tokens: int, index: int, row: Sequence[int]) -> None:
+        """REG-5. With blocks of several hash blocks, the full-attention block in which the prompt ends is
+        also registered for where it ends.
+
+        That is the prompt's last hash block, once it is among the ``tokens``; it can be hit by what goes on
+        after the same prompt, where hits may end inside a block.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py,
+        FullAttentionManager._cache_partial_tail_block.
+        Releases: 0.26.0 and later.
+        """
+        layout = self.layout
+        span, unit = layout.spans[index], layout.hash_tokens
+        if layout.groups[index].kind is not Kind.FULL or not layout.profile.registers_tails:
+            return
+        last_token = layout.profile.tail_ends_before_last_token and not layout.drops[index]
+        end = min((request.prompt_tokens - last_token) // unit, len(request.text.hashes)) * unit
+        if 0 < end <= tokens and end % span and end // span < len(row):
+            self.pool.register_tail(request.text, row[end // span], end, index)
+
+    @clause
+    def _register_prompt_state(self, request: Request, tokens: int, index: int, held: Held) -> None:
+        """REG-6. In align mode, a chunk that ends where a resend of the prompt goes on registers its state,
+        unless that is registered already.
+
+        A resend goes on before the prompt's last token; with a draft model, a hash block before its end. If that is
+        inside a block, the state is copied before the next step changes it (``STATE-4``), and the block is considered
+        again when it is full.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block.
+        Releases: 0.26.0 and later, differently (``Profile.prompt_state``).
+        """
+        span, row = self.layout.spans[index], held.rows[index]
+        if not (self.layout.groups[index].align and 0 < tokens == self._prompt_state_end(request, index)):
+            return
+        if self.layout.profile.prompt_state is not PromptState.ANYWHERE and tokens % span == 0:
+            return
+        place = blocks_for(tokens, span) - 1
+        block = row[place] if place < len(row) else NULL
+        if block == NULL or self.pool.blocks[block].hash_end == tokens:
+            return
+        key = self.pool.register_tail(request.text, block, tokens, index)
+        if key is not None:
+            self.fresh.add(key)
+        if tokens % span:
+            held.running[index].shared = place
+            held.passed[index] = place
+
+    def _prompt_state_end(self, request: Request, index: int) -> int:
+        """Return where the state of a prompt is registered, in tokens; 0 for nowhere."""
+        unit = self.layout.hash_tokens
+        last = request.prompt_tokens // unit * unit
+        match self.layout.profile.prompt_state:
+            case PromptState.NOWHERE:
+                return 0
+            case PromptState.INSIDE:
+                return last
+            case PromptState.INSIDE_BEFORE_OWN_DRAFTS:
+                return last - unit * self.layout.drops[index]
+            case PromptState.INSIDE_BEFORE_DRAFTS:
+                return last - unit * any(self.layout.drops)
+            case PromptState.ANYWHERE:
+                return last - unit if any(self.layout.drops) else (request.prompt_tokens - 1) // unit * unit
+
+    @clause
+    def _registrable(self, tokens: int, index: int) -> int:
+        """REG-3. With several groups, blocks after the last position at which a hit can end aren't
+        registered, but for a draft model's proof.
+
+        Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py,
+        HybridKVCacheCoordinator.get_num_cacheable_tokens.
+        Releases: 0.22.1 and later.
+        """
+        layout = self.layout
+        if len(layout.groups) == 1 or not layout.profile.registers_aligned:
+            return tokens
+        if layout.hit_tokens < layout.alignment:
+            return tokens
+        aligned = tokens // layout.alignment * layout.alignment
+        proof = layout.spans[index] if layout.drops[index] and aligned else 0
+        return min(tokens, aligned + proof)
+
+    @clause
+    def _boundaries(self, request: Request, index: int) -> list[int]:
+        """REG-4. Sparse retention keeps where a resend of the prompt can go on, and where this request
+        parted from an earlier one.
+
+        With a draft model, a hit ends a block before the end of the prompt, or of a longer one.
+
+        Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py, replay_boundaries.
+        Releases: 0.23.0 and later, see ``Profile`` (retains_...).
+        """
+        layout, prompt = self.layout, request.prompt_tokens
+        kept = [prompt - 1]
+        if any(layout.drops) and layout.profile.retains_two_replays:
+            unit = layout.alignment
+            kept = [max(end // unit * unit - unit, 0) for end in (prompt - 1, prompt)]
+        if request.shared_prefix:
+            kept.append(request.shared_prefix)
+            if layout.drops[index] and layout.profile.retains_before_shared_prefix:
+                kept.append(request.shared_prefix - layout.spans[index])
+        return kept
+
+    @clause
+    def is_fresh(self, row: Sequence[int], index: int) -> bool:
+        """NEED-2. A Mamba state can't be used in the step that computes it: such a hit needs more blocks
+        than there are, so it waits.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate.
+        Releases: all.
+        """
+        if self.layout.groups[index].kind is not Kind.MAMBA or not row:
+            return False
+        return self.pool.blocks[row[-1]].hash in self.fresh
+
+    @clause
+    def new_step(self) -> None:
+        """NEED-4. With the next step, what Mamba groups registered in this one can be used.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.new_step_starts.
+        Releases: all.
+        """
+        self.fresh.clear()

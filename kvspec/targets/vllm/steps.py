@@ -1,0 +1,153 @@
+"""The engine's scheduler and step function without a connector and a device: ``EngineCore`` with a model that says what
+it is told, as many steps in flight as the engine's configuration wants, and draft tokens.
+
+No expectations here. Source: vLLM 0.33.0, v1/engine/core.py (EngineCore.step, step_with_batch_queue, post_step).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from random import Random
+from typing import Any
+
+from kvspec.engine.executor import StepFuture
+from kvspec.ops import EngineSetup
+from kvspec.targets.vllm import config
+from kvspec.targets.vllm.core import make_request, pool_state
+from kvspec.targets.vllm.engine import complete_core, make_scheduler
+
+
+class StepEngine:
+    """One engine.
+
+    Args:
+        setup: blocks, step size, running requests, scheduling, runner.
+        stages: pipeline-parallel size: so many steps are in flight, one more with asynchronous scheduling.
+        drafts: draft tokens of each step, 0 for none.
+    """
+
+    def __init__(self, setup: EngineSetup, stages: int, drafts: int) -> None:
+        from vllm.v1.engine.core import EngineCore
+
+        vllm_config = _configuration(setup, stages, drafts)
+        self.random = Random(0)
+        """Decides how many drafts are accepted."""
+        self.core: Any = EngineCore.__new__(EngineCore)
+        self.scheduler, structured_output, self.hash_tokens = make_scheduler(
+            vllm_config, config.kv_cache_config(setup), setup.async_scheduling
+        )
+        depth = _depth(vllm_config, stages, setup.async_scheduling)
+        complete_core(
+            self.core, vllm_config, self, self.scheduler, structured_output, depth, setup.async_scheduling, drafts > 0
+        )
+        self.drafts = drafts
+        self._latest: Any = None
+        self._sampled: list[str] = []
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)  # of a step that fails
+
+    def add(self, name: str, tokens: list[int], most: int, priority: int, arrival: int) -> None:
+        """Add a request that says up to ``most`` tokens."""
+        self.scheduler.add_request(
+            make_request(name, tokens, self.hash_tokens, max_tokens=most, priority=priority, arrival=arrival)
+        )
+
+    def step(self) -> None:
+        """Make a step, if the engine's busy loop would make one."""
+        if self.scheduler.has_requests() or self.core.batch_queue:
+            post_step = getattr(self.core, "post_step", None)
+            _, ran = self.core.step_fn()
+            if post_step is not None:
+                post_step(ran)
+
+    def abort(self, name: str) -> None:
+        """Abort a request."""
+        self.core.abort_requests([name])
+
+    def reset(self, running: bool) -> bool:
+        """Reset the prefix cache; False if that was refused."""
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+
+    def live(self) -> list[str]:
+        """Return the names of the requests that have not ended."""
+        return list(self.scheduler.requests)
+
+    def steps_in_flight(self) -> int:
+        """Return how many steps have been dispatched and not been processed."""
+        return len(self.core.batch_queue or ())
+
+    def preempted(self) -> int:
+        """Return how often living requests have been preempted."""
+        return sum(request.num_preemptions for request in self.scheduler.requests.values())
+
+    def state(self) -> Any:
+        """Return what tells one run from another that differs."""
+        requests = self.scheduler.requests.values()
+        return [
+            (request.request_id, request.status.name, request.num_computed_tokens, request.num_tokens)
+            for request in requests
+        ], pool_state(self.scheduler.kv_cache_manager.block_pool)
+
+    # What the engine asks of its executor
+
+    def execute_model(self, output: Any, non_block: bool = False) -> Any:
+        self._latest = output
+        if output.total_num_scheduled_tokens:
+            return StepFuture(lambda: None)
+        future = StepFuture(lambda: self._result(output))
+        return future if non_block else future.result()
+
+    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
+        output = self._latest
+        result = self._result(output)
+        return StepFuture(lambda: result) if non_block else result
+
+    def take_draft_token_ids(self) -> Any:
+        from vllm.v1.outputs import DraftTokenIds
+
+        return DraftTokenIds(list(self._sampled), [[7] * self.drafts for _ in self._sampled])
+
+    def _result(self, output: Any) -> Any:
+        """Return a ``ModelRunnerOutput``: a token for each request whose text is computed to its end, and those of its
+        drafts that are accepted."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        sampled = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            whole = request.num_computed_tokens >= request.num_tokens
+            sampled.append([7] * (1 + self.random.randint(0, drafts)) if whole and count else [])
+        names = list(output.num_scheduled_tokens)
+        self._sampled = [name for name, tokens in zip(names, sampled, strict=True) if tokens]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+
+
+def _configuration(setup: EngineSetup, stages: int, drafts: int) -> Any:
+    import vllm.config
+
+    result = config.vllm_config(setup, "", {})
+    result.kv_transfer_config = None
+    if drafts:
+        result.speculative_config = vllm.config.SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=drafts,
+            prompt_lookup_max=2,
+            prompt_lookup_min=1,
+            target_model_config=result.model_config,
+            target_parallel_config=result.parallel_config,  # of one stage: it asks the model whether it has several
+        )
+    parallel = result.parallel_config = copy.copy(result.parallel_config)
+    parallel.pipeline_parallel_size = stages
+    return result
+
+
+def _depth(vllm_config: Any, stages: int, asynchronous: bool) -> int:
+    """Return how many steps can be in flight."""
+    if hasattr(type(vllm_config), "max_concurrent_batches"):
+        return int(vllm_config.max_concurrent_batches)
+    return 2 if stages == 1 and asynchronous else stages  # MultiprocExecutor, up to 0.25
