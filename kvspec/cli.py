@@ -25,11 +25,11 @@ from kvspec.findings import load_finding, load_history
 from kvspec.gate import FINDINGS_DIR, Plan, replay_history, run_gate, split_target
 from kvspec.history import AnyHistory, story
 from kvspec.known import load_known
+from kvspec.ops import EQUALITIES
 from kvspec.report.github import annotations
 from kvspec.report.junit import JUnit
 from kvspec.report.terminal import StdoutConsole, Terminal
 from kvspec.spec import FORMATS, collect, render
-from kvspec.targets import EQUALITIES
 
 DEFAULT_TARGET = "vllm-simple"
 

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from kvspec.errors import KvspecError
 from kvspec.findings import Key
 from kvspec.model.profile import KNOWN_ISSUES
-from kvspec.targets import EQUALITIES
+from kvspec.ops import EQUALITIES
 
 
 class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -96,16 +96,16 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     too."""
     interleave: int = 1
     """Tokens in a row that one context-parallel rank keeps before it is the next one's turn."""
-    groups: tuple[AttentionGroup, ...] = (AttentionGroup(),)
-    backends: tuple[str, ...] = ("offloading", "simple")
+    backends: tuple[str, ...] = ()
     """MultiConnector: its two connectors, in the order in which they are asked; ``offloading`` or ``simple``."""
+    groups: tuple[AttentionGroup, ...] = (AttentionGroup(),)
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
             refuse_outside(name, getattr(self, name), least, most)
         if not 1 <= len(self.groups) <= GROUPS_MAX:
             raise ValueError(f"there are {len(self.groups)} groups; there must be 1 to {GROUPS_MAX}")
-        if self.backends not in BACKENDS:
+        if self.backends and self.backends not in BACKENDS:
             raise ValueError(f"backends are {self.backends}; there are {', '.join(map(str, BACKENDS))}")
         if self.ranks > 1 and self.context_ranks > 1:
             raise ValueError(
@@ -252,6 +252,13 @@ def history_from_json(data: bytes) -> History:
 
 class _Versioned(msgspec.Struct):
     format: int
+
+
+EQUALITIES = {"vllm-core": "core", "vllm-offload-index": "offload"}
+"""Targets that are compared with the model, call by call -> the level of their histories.
+
+The ids of their known issues begin with it too.
+"""
 
 
 def level_of(data: bytes) -> str:

@@ -318,7 +318,8 @@ class _RoundOver(BaseException):
 
 
 def _own_suite(name: str) -> Suite:
-    from kvspec.targets import EQUALITIES, parse_target
+    from kvspec.ops import EQUALITIES
+    from kvspec.targets import parse_target
 
     return _equality_suite(name) if parse_target(name)[0] in EQUALITIES else _engine_suite(name)
 

@@ -48,9 +48,8 @@ from kvspec.model.ops import (
 )
 from kvspec.model.pool import BlockPool
 from kvspec.model.profile import KNOWN_ISSUES
-from kvspec.ops import history_to_json
+from kvspec.ops import EQUALITIES, history_to_json
 from kvspec.search import SETTINGS, load_suite
-from kvspec.targets import EQUALITIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 

@@ -50,8 +50,9 @@ DEFECTS = {
 }
 
 
-def test_every_law_has_a_defect_of_this_target() -> None:
-    assert {defect.law for defect in DEFECTS.values()} == LAWS.keys()
+def test_every_law_that_binds_this_target_has_a_defect_of_it() -> None:
+    """STORED-1 doesn't: what this connector stores is the model's to say."""
+    assert {defect.law for defect in DEFECTS.values()} == LAWS.keys() - {"STORED-1"}
 
 
 @pytest.mark.parametrize("name", DEFECTS)

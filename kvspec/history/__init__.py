@@ -76,6 +76,8 @@ def _values_in_words(struct: Any) -> str:
     words = []
     for field in struct.__struct_fields__:
         value, name = getattr(struct, field), field.replace("_", " ")
+        if value == ():
+            continue
         if isinstance(value, tuple):
             words.append(f"{name} {' + '.join(map(str, value))}")
         elif not isinstance(value, bool):

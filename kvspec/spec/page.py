@@ -23,10 +23,10 @@ from kvspec.laws import Law
 from kvspec.model import CLAUSES, KNOWN_ISSUES, RELEASES, SWITCHES, Clause
 from kvspec.model import profile as profile_module
 from kvspec.model.profile import KnownIssue, Switch
+from kvspec.ops import EQUALITIES
 from kvspec.spec import found
 from kvspec.spec.found import Place, Subject
 from kvspec.spec.markup import Paragraph, heading, paragraphs
-from kvspec.targets import EQUALITIES
 
 READING = (
     Paragraph(

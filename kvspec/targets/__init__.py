@@ -15,7 +15,7 @@ from kvspec.device.adversary import Actor, Adversary
 from kvspec.engine.shadow import Batch, ShadowMismatch
 from kvspec.errors import KvspecError
 from kvspec.laws import PoolView
-from kvspec.ops import Add, EngineSetup
+from kvspec.ops import EQUALITIES, Add, EngineSetup
 
 
 class Plan(NamedTuple):
@@ -193,11 +193,6 @@ TARGETS = {
     "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
     "vllm-offload-index": "OffloadingConnector's store index and CPU tier, beside the model",
 }
-EQUALITIES = {"vllm-core": "core", "vllm-offload-index": "offload"}
-"""Targets that are compared with the model, call by call -> the level of their histories.
-
-The ids of their known issues begin with it too.
-"""
 
 
 def parse_target(name: str) -> tuple[str, str | None]:

@@ -78,6 +78,8 @@ class MultiTarget:
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+        if not setup.backends:
+            return "MultiConnector needs two backends, and the setup names none"
         if "simple" in setup.backends and "bind_gpu_block_pool" not in MultiConnector.__dict__:
             return "up to 0.21 MultiConnector doesn't hand the GPU's block pool to SimpleCPUOffload"
         targets: dict[str, Target] = {"simple": self._simple, "offloading": self._offloading}
