@@ -129,7 +129,7 @@ def whole_requests(manager: Any) -> Any:
 
 def offers(watched: Watched) -> list[int]:
     """Return the lengths of the offers to the first manager, and forget them."""
-    lengths = [len(keys) for keys, *_ in watched.engine.offers]
+    lengths = [len(offer.keys) for offer in watched.engine.offers]
     watched.engine.offers.clear()
     return lengths
 
