@@ -44,7 +44,7 @@ from kvspec.findings import Finding, Key, Record, now
 from kvspec.history import AnyHistory
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
-from kvspec.ops import EngineSetup, History
+from kvspec.ops import History
 
 if TYPE_CHECKING:
     from kvspec.world import Outcome, World
@@ -341,13 +341,14 @@ def _equality_suite(name: str) -> Suite:
 def _engine_suite(name: str) -> Suite:
     from kvspec.targets import load_target, parse_target
     from kvspec.world import EVENTS, run_history
+    from strategies.machine import first_setup
     from strategies.machines import MACHINES
 
     target = load_target(name)
     base = MACHINES[parse_target(name)[0]]
     machine = type(base.__name__, (base,), {"target": target})
     # The first engine imports as much as the target; the budget is for histories.
-    run_history(target, History(target=name, setup=EngineSetup(), ops=()))
+    run_history(target, History(target=name, setup=first_setup(base.SETUPS), ops=()))
     return Suite(machine=machine, run=lambda history: run_history(target, history), events=EVENTS)
 
 

@@ -56,6 +56,11 @@ def setup_of(**chosen: Any) -> EngineSetup:
     return structs.replace(setup, gpu_blocks=setup.gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
 
 
+def first_setup(choices: Choices) -> EngineSetup:
+    """Return the setup of all first choices."""
+    return setup_of(**{name: values[0] for name, values in choices.items()})
+
+
 def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
     """Draw an engine."""
     return drawn(setup_of, choices)

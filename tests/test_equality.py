@@ -82,9 +82,9 @@ def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["0.20.2", "0.25.1"])
+@pytest.mark.parametrize("release", ["0.20.2", "0.25.1", "0.33.0"])
 @pytest.mark.parametrize(("name", "histories"), [("vllm-core", "250"), ("vllm-offload-index", "100")])
-def test_older_releases_differ_from_the_model_only_where_that_is_known(
+def test_a_gate_finds_only_differences_that_are_known(
     name: str, histories: str, release: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"{name}@{release}", "--jobs", "1"]

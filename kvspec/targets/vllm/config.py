@@ -19,6 +19,7 @@ import numpy as np
 
 from kvspec.engine.shadow import Layout
 from kvspec.ops import EngineSetup
+from kvspec.targets.vllm.core import name_blocks_by_whole_hashes
 
 LAYERS = 2
 BYTES_PER_TOKEN = 8  # One head of size 2, keys and values, in float16: one 64-bit tag per token and layer.
@@ -159,7 +160,7 @@ def _template() -> Any:
     """Return a ``VllmConfig`` of this process's vLLM for a two-layer model on one GPU."""
     import vllm.config as config
 
-    os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+    name_blocks_by_whole_hashes()
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # or vLLM wants Triton now; each history says which it has
     _register_model()
     with tempfile.TemporaryDirectory(prefix="kvspec-model-") as directory:

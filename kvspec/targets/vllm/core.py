@@ -59,9 +59,16 @@ def own_files() -> tuple[str, ...]:
     return (str(Path(vllm.__file__).parent),)
 
 
+def name_blocks_by_whole_hashes() -> None:
+    """Let events name blocks by their hashes, not by 64 bits of them; vLLM asks each time that it makes one."""
+    os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+
+
 @functools.cache
 def _modules() -> Any:
     from types import SimpleNamespace
+
+    name_blocks_by_whole_hashes()
 
     from vllm.distributed import kv_events
     from vllm.lora.request import LoRARequest
