@@ -15,7 +15,7 @@ from kvspec.engine.executor import StepFuture
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config
 from kvspec.targets.vllm.core import make_request, pool_state
-from kvspec.targets.vllm.engine import complete_core, make_scheduler
+from kvspec.targets.vllm.engine import make_core, make_scheduler
 
 
 class StepEngine:
@@ -28,19 +28,11 @@ class StepEngine:
     """
 
     def __init__(self, setup: EngineSetup, stages: int, drafts: int) -> None:
-        from vllm.v1.engine.core import EngineCore
-
         vllm_config = _configuration(setup, stages, drafts)
         self.random = Random(0)
         """Decides how many drafts are accepted."""
-        self.core: Any = EngineCore.__new__(EngineCore)
-        self.scheduler, structured_output, self.hash_tokens = make_scheduler(
-            vllm_config, config.kv_cache_config(setup), setup.async_scheduling
-        )
-        depth = _depth(vllm_config, stages, setup.async_scheduling)
-        complete_core(
-            self.core, vllm_config, self, self.scheduler, structured_output, depth, setup.async_scheduling, drafts > 0
-        )
+        self.scheduler, self.hash_tokens = make_scheduler(vllm_config, config.kv_cache_config(setup))
+        self.core = make_core(self.scheduler, self, _depth(vllm_config))
         self.drafts = drafts
         self._latest: Any = None
         self._sampled: list[str] = []
@@ -55,10 +47,8 @@ class StepEngine:
     def step(self) -> None:
         """Make a step, if the engine's busy loop would make one."""
         if self.scheduler.has_requests() or self.core.batch_queue:
-            post_step = getattr(self.core, "post_step", None)
             _, ran = self.core.step_fn()
-            if post_step is not None:
-                post_step(ran)
+            self.core.post_step(ran)
 
     def abort(self, name: str) -> None:
         """Abort a request."""
@@ -146,8 +136,11 @@ def _configuration(setup: EngineSetup, stages: int, drafts: int) -> Any:
     return result
 
 
-def _depth(vllm_config: Any, stages: int, asynchronous: bool) -> int:
+def _depth(vllm_config: Any) -> int:
     """Return how many steps can be in flight."""
     if hasattr(type(vllm_config), "max_concurrent_batches"):
         return int(vllm_config.max_concurrent_batches)
-    return 2 if stages == 1 and asynchronous else stages  # MultiprocExecutor, up to 0.25
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return (
+        2 if stages == 1 and vllm_config.scheduler_config.async_scheduling else stages
+    )  # MultiprocExecutor, up to 0.22
