@@ -123,7 +123,7 @@ class CachePair:
 
     def apply(self, op: ops.CacheOp) -> None:
         """Apply an op to both and compare. ClauseBroken if they differ."""
-        CACHE_ARMS[type(op)](self, op)
+        _CACHE_ARMS[type(op)](self, op)
 
     def _picked(self, pick: int) -> Live | None:
         return self.live[pick % len(self.live)] if self.live else None
@@ -538,7 +538,7 @@ _LOOKUP_ISSUES: dict[str, Callable[[CachePair, Hit, Hit], bool]] = {
 }
 
 
-CACHE_ARMS: dict[type, Callable[[CachePair, Any], None]] = {
+_CACHE_ARMS: dict[type, Callable[[CachePair, Any], None]] = {
     ops.Arrive: CachePair.arrive,
     ops.Schedule: CachePair.schedule,
     ops.Output: CachePair.output,
