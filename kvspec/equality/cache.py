@@ -380,7 +380,7 @@ class CachePair:
             if not self.model.layout.drops[index] or self.model.groups[index].kind is Kind.MAMBA:
                 continue
             proof_limit = self.model.finder.proof_limit_of(text, limit)
-            margin = self.model.layout.hit_tokens if self.model.layout.hit_inside(index) else self.model.spans[index]
+            margin = self.model.layout.hit_tokens if inside else self.model.spans[index]
             reach = limit if proof_limit == limit else min(limit + margin, proof_limit)
             expect = self.model.finder.longest(text, limit, mates, proof_limit)
             actual = self.real.group_hit(live.real, reach, mates, True)
