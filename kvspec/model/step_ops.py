@@ -94,8 +94,8 @@ def step_setup(
 ) -> StepSetup:
     """Return the setup that some coarse numbers mean for a release: a small pool, and a way in which steps overlap.
 
-    With several stages and synchronous scheduling there are no drafts: a worker proposes them before the engine knows
-    the token that they follow, and what vLLM makes of that isn't described anywhere.
+    With several stages and synchronous scheduling there are no drafts: whether vLLM means to run them isn't known, and
+    the executor here may propose them earlier than real workers would.
     """
     del profile
     return StepSetup(
