@@ -127,7 +127,7 @@ def gate(
       vllm-simple            SimpleCPUOffloadConnector of the vLLM that `import vllm` finds from here
       vllm-offloading        OffloadingConnector, likewise
       vllm-multi             MultiConnector of two of these connectors
-      vllm-core              its block pool and KV cache manager, held to equality with the model
+      vllm-core              its block pool, KV cache manager and scheduler, held to equality with the model
       vllm-offload-index     the store index and CPU tier of OffloadingConnector, likewise
       vllm-simple@0.33.0     a published release, which is fetched if need be
       package.module:suite   one of your own: a kvspec.search.Suite (with @0.33.0 if it needs a release)

@@ -154,8 +154,11 @@ class World:
         self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
         self._cpu_keys: set[bytes] = set()
+        """All that were ever in the CPU tier, since the last reset of it."""
         self._to_be_stored: dict[bytes, str] = {}
+        """Key that must get there -> place of the violation if it doesn't."""
         self._shortages: dict[str, int] = {}
+        """Request -> shortages of CPU blocks before its admission; -1 if it lived through a reset: none is as many."""
         self._seen: set[tuple[str, str, str]] = set()
         self._tables: dict[str, set[int]] = {}
         self._engine: Engine

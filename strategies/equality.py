@@ -117,7 +117,7 @@ class Sink(Protocol):
 
 
 class EqualityMachine(RuleBasedStateMachine):
-    """Bursts of ops on one pair: a block pool, a KV cache manager, a CPU tier, or a connector in its engine."""
+    """Bursts of ops on one pair: a block pool, a KV cache manager, a scheduler, a CPU tier, or a connector."""
 
     REQUIRED: ClassVar[frozenset[str]]
     target: ClassVar[str]

@@ -48,6 +48,7 @@ from kvspec.model.ops import (
 )
 from kvspec.model.pool import BlockPool
 from kvspec.model.profile import KNOWN_ISSUES
+from kvspec.model.step_ops import AbortOne, EngineStep, StepSetup, Submit
 from kvspec.ops import EQUALITIES, history_to_json
 from kvspec.search import SETTINGS, load_suite
 
@@ -55,10 +56,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are i
 
 POOL = CoreHistory("vllm-core", PoolSetup(), (Allocate(3), Free(count=2), Touch(count=2), Allocate(9)))
 CACHE = CoreHistory("vllm-core", CacheSetup(), (Arrive(shared=3, tail=1), Schedule(tokens=40), Arrive(shared=3)))
-
-
+SCHEDULER = CoreHistory("vllm-core", StepSetup(), (Submit(says=2), EngineStep(2), AbortOne()))
 TIER = OffloadHistory("vllm-offload-index", TierSetup(), (Come(shared=2), Offer(count=2), EndStore(), Load()))
 INDEX = OffloadHistory("vllm-offload-index", IndexSetup(), (Begin(shared=3), MakeSteps(2), EndTransfers()))
+
+
+def level_of(history: PairHistory) -> str:
+    return str(history.setup.__struct_config__.tag)
 
 
 def run_machine(name: str, histories: int) -> list[tuple[EqualityWorld, Any]]:
@@ -84,9 +88,7 @@ def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any, n
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.20.2", "0.25.1", "0.33.0"])
 @pytest.mark.parametrize(("name", "histories"), [("vllm-core", "250"), ("vllm-offload-index", "100")])
-def test_a_gate_finds_only_differences_that_are_known(
-    name: str, histories: str, release: str, tmp_path: Path
-) -> None:
+def test_a_gate_finds_only_differences_that_are_known(name: str, histories: str, release: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"{name}@{release}", "--jobs", "1"]
     limits = ["--seed", "1", "--histories", histories, "--findings", str(tmp_path)]
     done = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
@@ -101,7 +103,7 @@ def test_a_history_of_the_machine_runs_again_as_it_ran(target: Any, name: str) -
         assert again == outcome
 
 
-@pytest.mark.parametrize("history", [POOL, CACHE, TIER, INDEX], ids=["pool", "cache", "tier", "index"])
+@pytest.mark.parametrize("history", [POOL, CACHE, SCHEDULER, TIER, INDEX], ids=level_of)
 def test_histories_go_to_json_and_back(history: PairHistory) -> None:
     assert read_history(history_to_json(history)) == history
 

@@ -56,6 +56,8 @@ class CachePair:
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
+        self.has_align = any(group.align for group in setup.groups)
+        """Whether a Mamba group is in align mode."""
         groups = [replace(group, eagle=True) for group in setup.groups] if setup.eagle_fallback else setup.groups
         cp = ContextParallel(setup.prefill, setup.decode)
         interval = None
@@ -123,7 +125,7 @@ class CachePair:
 
     def apply(self, op: ops.CacheOp) -> None:
         """Apply an op to both and compare. ClauseBroken if they differ."""
-        CACHE_ARMS[type(op)](self, op)
+        _CACHE_ARMS[type(op)](self, op)
 
     def _picked(self, pick: int) -> Live | None:
         return self.live[pick % len(self.live)] if self.live else None
@@ -166,12 +168,9 @@ class CachePair:
         live = self._picked(op.pick)
         if live is None:
             return
-        request, real = live
+        request = live.model
         holds = request.name in self.model.tables
-        for index, group in enumerate(self.model.groups):
-            agree(
-                "WINDOW-1", skipped_tokens(group, request.computed), self.real.skipped_tokens(index, request.computed)
-            )
+        self._agree_on_windows(request)
         hit = None
         if not holds and (hit := self._lookup(live)) is None:
             return
@@ -183,20 +182,13 @@ class CachePair:
         new = 0 if delay else min(op.tokens, left) if left > 0 else min(op.tokens, 1)
         new = self._cut(request, local + external, new, op.stop)
         new += max(0, op.drafts) if 0 < new == left else 0
-        too_far = left < (-3 if holds else 0) or local + external + new > self.setup.max_tokens
-        if hit and hit.tokens % self.model.layout.alignment and external:
-            return  # Connectors bring whole blocks.
-        if any(group.align for group in self.setup.groups) and external and not delay:
-            return  # Offload connectors load states asynchronously, and the count of needed blocks is made for that.
-        if "core-passed-state-registered" in self.avoid and self._passes_prompt(request, local + external + new):
+        computed = local + external + new
+        too_far = left < (-3 if holds else 0) or computed > self.setup.max_tokens
+        if too_far or self._is_left_out(request, hit, external, delay, computed):
             return
-        if "core-states-over-allocated" in self.avoid and self._over_allocated(request, local + external + new):
-            return
-        if too_far or (self._external_evicts_hits(hit, external) and "core-external-evicts-hits" in self.avoid):
-            return
-        request.in_flight = real.num_in_flight_tokens = min(max(0, op.in_flight), request.computed)
-        if "core-window-freed-too-early" in self.avoid:
-            request.in_flight = real.num_in_flight_tokens = 0
+        in_flight = min(max(0, op.in_flight), request.computed)
+        request.in_flight = 0 if "core-window-freed-too-early" in self.avoid else in_flight
+        live.real.num_in_flight_tokens = request.in_flight
         settings: dict[str, Any] = {
             "lookahead": max(0, op.lookahead),
             "external": external,
@@ -204,6 +196,37 @@ class CachePair:
             "reserved": max(0, op.reserved),
             "others_run": bool(op.others_run),
         }
+        if self._allocate(live, new, hit, delay, settings):
+            self._scheduled(live, computed, delay)
+
+    def _agree_on_windows(self, request: Request) -> None:
+        """Compare how many tokens the next one doesn't read, in each group."""
+        for index, group in enumerate(self.model.groups):
+            skipped = skipped_tokens(group, request.computed)
+            agree("WINDOW-1", skipped, self.real.skipped_tokens(index, request.computed))
+
+    def _is_left_out(self, request: Request, hit: Hit | None, external: int, delay: bool, computed: int) -> bool:
+        """Whether a step up to so many computed tokens isn't compared: no engine makes it, or a known issue shows."""
+        if hit and hit.tokens % self.model.layout.alignment and external:
+            return True  # Connectors bring whole blocks.
+        if self.has_align and external and not delay:
+            return True  # Offload connectors load states asynchronously; the count of needed blocks is made for that.
+        shows = {
+            "core-passed-state-registered": self.has_align and computed > len(request.text.tokens),
+            "core-states-over-allocated": self._over_allocated(request, computed),
+            "core-external-evicts-hits": len(self.setup.groups) > 1 and hit and hit.tokens > 0 and external > 0,
+        }
+        return any(shows[issue] for issue in self.avoid & shows.keys())
+
+    def _over_allocated(self, request: Request, tokens: int) -> bool:
+        rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
+        return any(group.align and blocks_for(tokens, span) + group.spares < len(row) for group, span, row in rows)
+
+    def _allocate(self, live: Live, new: int, hit: Hit | None, delay: bool, settings: dict[str, Any]) -> bool:
+        """Ask both sides for the blocks of a step, and compare. Return whether it was granted."""
+        request, real = live
+        holds, external = request.name in self.model.tables, settings["external"]
+        local = request.computed + (hit.tokens if hit else 0)
         self._look(request)
         expect = attempt(lambda: self.model.allocate(request, new, hit, delay_registration=delay, **settings))
         actual = attempt(
@@ -215,13 +238,16 @@ class CachePair:
         if self.profile.hits_inside:
             self._agree_on_copies(hit)
         self._agree_on_rows(live, local + external, external, holds)
-        agree("STATE-2" if any(group.align for group in self.model.groups) else "ALLOC-7", expect, actual)
+        agree("STATE-2" if self.has_align else "ALLOC-7", expect, actual)
         self._agree_on_registration(live)
         self._compare(queue="ALLOC-7", references="ALLOC-5", hashes="INDEX-4", rows="ALLOC-7")
         self._count(request, hit, external, expect)
-        if expect is None or isinstance(expect, Refused):
-            return
-        request.computed = real.num_computed_tokens = local + external + new
+        return not (expect is None or isinstance(expect, Refused))
+
+    def _scheduled(self, live: Live, computed: int, delay: bool) -> None:
+        """Note that a step was scheduled. Delayed registration follows at once."""
+        request, real = live
+        request.computed = real.num_computed_tokens = computed
         request.waiting = False
         target.set_status(real, "RUNNING")
         self.deferred.scheduled += 1
@@ -253,10 +279,9 @@ class CachePair:
             row and group.kind is Kind.MAMBA and self.model.pool.blocks[row[-1]].hash in self.model.registrar.fresh
             for group, row in zip(self.model.groups, hit.blocks, strict=True)
         )
-        aligned = any(group.align for group in self.model.groups)
         spans = self.model.spans
         inside = hit is not None and any(row and hit.tokens % span for row, span in zip(hit.blocks, spans, strict=True))
-        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if aligned else "NEED-1"] * 2
+        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if self.has_align else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
         for clause, expected, seen in zip(clauses, *counts, strict=False):
@@ -355,7 +380,7 @@ class CachePair:
             if not self.model.layout.drops[index] or self.model.groups[index].kind is Kind.MAMBA:
                 continue
             proof_limit = self.model.finder.proof_limit_of(text, limit)
-            margin = self.model.layout.hit_tokens if self.model.layout.hit_inside(index) else self.model.spans[index]
+            margin = self.model.layout.hit_tokens if inside else self.model.spans[index]
             reach = limit if proof_limit == limit else min(limit + margin, proof_limit)
             expect = self.model.finder.longest(text, limit, mates, proof_limit)
             actual = self.real.group_hit(live.real, reach, mates, True)
@@ -398,21 +423,10 @@ class CachePair:
         layouts = {group.layout() for group, drops in sides if drops and group.kind is not Kind.MAMBA}
         return actual.tokens > expect.tokens and len(layouts) > 1
 
-    def _over_allocated(self, request: Request, tokens: int) -> bool:
-        rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
-        return any(group.align and blocks_for(tokens, span) + group.spares < len(row) for group, span, row in rows)
-
-    def _passes_prompt(self, request: Request, tokens: int) -> bool:
-        """Whether a step goes past a prompt that nothing was said to yet."""
-        return any(group.align for group in self.model.groups) and tokens > len(request.text.tokens)
-
     def reaches_too_far(self, expect: Hit, actual: Hit) -> bool:
         """Whether core-mamba-hit-disagrees can be why a hit is longer than expected."""
         kinds = zip(self.model.groups, self.model.layout.drops, strict=True)
         return actual.tokens > expect.tokens and any(drops and group.kind is Kind.MAMBA for group, drops in kinds)
-
-    def _external_evicts_hits(self, hit: Hit | None, external: int) -> bool:
-        return hit is not None and len(self.setup.groups) > 1 and hit.tokens > 0 and external > 0
 
     def _look(self, request: Request) -> None:
         """Remember what a schedule can change."""
@@ -538,7 +552,7 @@ _LOOKUP_ISSUES: dict[str, Callable[[CachePair, Hit, Hit], bool]] = {
 }
 
 
-CACHE_ARMS: dict[type, Callable[[CachePair, Any], None]] = {
+_CACHE_ARMS: dict[type, Callable[[CachePair, Any], None]] = {
     ops.Arrive: CachePair.arrive,
     ops.Schedule: CachePair.schedule,
     ops.Output: CachePair.output,

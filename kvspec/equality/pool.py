@@ -89,7 +89,7 @@ class PoolPair:
 
     def apply(self, op: ops.PoolOp) -> None:
         """Apply an op to both and compare. ClauseBroken if they differ."""
-        POOL_ARMS[type(op)](self, op)
+        _POOL_ARMS[type(op)](self, op)
 
     def allocate(self, op: ops.Allocate) -> None:
         found = [block for block in self.model.queue[: op.count] if self.model.blocks[block].hash]
@@ -245,7 +245,7 @@ class PoolPair:
         compare_events(self.names, self.model.take_events(), self.real.take_events())
 
 
-POOL_ARMS: dict[type, Callable[[PoolPair, Any], None]] = {
+_POOL_ARMS: dict[type, Callable[[PoolPair, Any], None]] = {
     ops.Allocate: PoolPair.allocate,
     ops.Touch: PoolPair.touch,
     ops.Free: PoolPair.free,

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from kvspec.equality.follow import Follower
-from kvspec.model.step_ops import EngineStep, GiveUp, ResetAll, StepOp, StepSetup, Submit
+from kvspec.model.step_ops import AbortOne, EngineStep, ResetAll, StepOp, StepSetup, Submit
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm.steps import StepEngine
 
@@ -26,7 +26,7 @@ class StepPair:
             step_tokens=setup.step_tokens,
             running_max=setup.running_max,
             async_scheduling=setup.asynchronous,
-            runner_v2=setup.asynchronous and setup.stages > 1,
+            runner_v2=setup.asynchronous and setup.stages > 1,  # runner V1 doesn't schedule ahead with several stages
             priority=setup.priority,
         )
         self.real = StepEngine(engine, setup.stages, setup.drafts)
@@ -38,13 +38,14 @@ class StepPair:
 
     def apply(self, op: StepOp) -> None:
         """Apply an op. ClauseBroken if the model differs; whatever the engine raises goes through."""
-        STEP_ARMS[type(op)](self, op)
+        _STEP_ARMS[type(op)](self, op)
 
     def submit(self, op: Submit) -> None:
         tokens = [*range(op.shared), *(1000 * (self.submitted + 1) + i for i in range(op.tail))]
-        if len(tokens) + op.most > (self.setup.blocks - 1) * self.setup.block_tokens - self.setup.drafts - 1:
+        slots = (self.setup.blocks - 1) * self.setup.block_tokens
+        if len(tokens) + op.says > slots - self.setup.drafts - 1:  # it would wait for blocks for ever
             return
-        self.real.add(f"r{self.submitted}", tokens, op.most, op.priority, self.submitted)
+        self.real.add(f"r{self.submitted}", tokens, op.says, op.priority, self.submitted)
         self.submitted += 1
 
     def step(self, op: EngineStep) -> None:
@@ -55,20 +56,20 @@ class StepPair:
             self.reached["preempted"] += self.real.preempted() > before
             self.reached["steps-overlap"] += self.real.steps_in_flight() > 1
 
-    def give_up(self, op: GiveUp) -> None:
+    def abort(self, op: AbortOne) -> None:
         names = self.real.live()
         if names:
             self.real.abort(names[op.pick % len(names)])
 
-    def reset_all(self, op: ResetAll) -> None:
+    def reset(self, op: ResetAll) -> None:
         overlaps = bool(op.running and self.real.steps_in_flight() and self.real.live())
         self.reached["reset" if self.real.reset(bool(op.running)) else "reset-refused"] += 1
         self.reached["reset-in-flight"] += overlaps
 
 
-STEP_ARMS: dict[type, Callable[[StepPair, Any], None]] = {
+_STEP_ARMS: dict[type, Callable[[StepPair, Any], None]] = {
     Submit: StepPair.submit,
     EngineStep: StepPair.step,
-    GiveUp: StepPair.give_up,
-    ResetAll: StepPair.reset_all,
+    AbortOne: StepPair.abort,
+    ResetAll: StepPair.reset,
 }

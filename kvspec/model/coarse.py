@@ -1,9 +1,69 @@
-"""What all coarse ops have in common: see ``ops``."""
+"""What the levels of an equality have in common: coarse ops, and how their setups and histories are read.
+
+A field of a coarse op is a number of which nearly every value means something; see ``ops``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
 import msgspec
+
+from kvspec.errors import refuse_outside
+from kvspec.model.profile import Profile, known_issues
+from kvspec.ops import HISTORY_FORMAT
+
+_NUMBER_MAX = 10_000
+"""No number of an op is larger, or smaller than its negative."""
 
 
 class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="op"):
     """A step of a history."""
+
+
+def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ValueError if a number of a setup is outside its limits."""
+    for name, (least, most) in limits.items():
+        if name in setup.__struct_fields__:
+            refuse_outside(name, getattr(setup, name), least, most)
+
+
+def avoids(profile: Profile, number: int) -> bool:
+    """Return whether a history keeps known issues out of the way: for numbers above 0, and where there are none."""
+    return number > 0 or not known_issues(profile.release)
+
+
+H = TypeVar("H", bound=msgspec.Struct)
+
+
+def coarse_history_from_json(
+    data: bytes,
+    kind: type[H],
+    allowed: Mapping[type, Any],
+    ranges: Mapping[type[CoarseOp], Mapping[str, tuple[int, int]]],
+    exact: Collection[str],
+) -> H:
+    """Read a history of coarse ops. ValueError that says what is wrong, and where, if it isn't one of this format.
+
+    Args:
+        data: JSON.
+        kind: the type of history.
+        allowed: type of a setup -> the ops that it goes with.
+        ranges: op -> field -> numbers worth drawing.
+        exact: fields that must be within their range; others mean something at nearly any number.
+    """
+    try:
+        history = msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a history: {error}") from error
+    read: Any = history
+    if read.format != HISTORY_FORMAT:
+        raise ValueError(f"history format {read.format}; this kvspec reads format {HISTORY_FORMAT}")
+    for i, op in enumerate(read.ops):
+        if not isinstance(op, allowed[type(read.setup)]):
+            raise ValueError(f"op {i}: a {type(read.setup).__name__} has no {type(op).__name__}")
+        for name, limits in ranges[type(op)].items():
+            within = limits if name in exact else (-_NUMBER_MAX, _NUMBER_MAX)
+            refuse_outside(f"op {i}: {name}", getattr(op, name), *within)
+    return history

@@ -4,8 +4,8 @@ can go, or need not be found.
 All layers of a group share one block table. What tells the kinds of attention apart is one question: *which
 blocks does the token at position n read?* Everything else in this module follows from the answer.
 
-Not modelled: reference sliding window, circular buffers,
-attention sinks, cross attention, tokens that a window keeps for multi-module drafting.
+Not modelled: reference sliding window, circular buffers, attention sinks, cross attention, tokens that a window
+keeps for multi-module drafting.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import CoarseOp
+from kvspec.model.coarse import CoarseOp, avoids, coarse_history_from_json, refuse_nonsense
 from kvspec.model.groups import Group, Kind
-from kvspec.model.ops import avoids, coarse_history, refuse_nonsense
 from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
 
@@ -323,4 +322,5 @@ class OffloadHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 def offload_history_from_json(data: bytes) -> OffloadHistory:
     """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
-    return coarse_history(data, OffloadHistory, {TierSetup: TierOp, IndexSetup: IndexOp}, RANGES, ("branch", "params"))
+    allowed: dict[type, Any] = {TierSetup: TierOp, IndexSetup: IndexOp}
+    return coarse_history_from_json(data, OffloadHistory, allowed, RANGES, exact=("branch", "params"))

@@ -7,14 +7,13 @@ which numbers are worth drawing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import CoarseOp
+from kvspec.model.coarse import CoarseOp, avoids, coarse_history_from_json, refuse_nonsense
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
 from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
@@ -34,20 +33,6 @@ _LIMITS = {
     "unit": (0, 4096),
 }
 """Least and most of each number of a setup."""
-_NUMBER_MAX = 10_000
-"""No number of an op is larger, or smaller than its negative."""
-
-
-def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ValueError if a number of a setup is outside its limits."""
-    for name, (least, most) in limits.items():
-        if name in setup.__struct_fields__:
-            refuse_outside(name, getattr(setup, name), least, most)
-
-
-def avoids(profile: Profile, number: int) -> bool:
-    """Return whether a history keeps known issues out of the way: seven of eight do, all where there are none."""
-    return number > 0 or not known_issues(profile.release)
 
 
 class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="pool"):
@@ -258,7 +243,7 @@ class Arrive(CoarseOp, frozen=True, tag="arrive"):
     content: int = 0
     reads_cache: int = 1
     again: int = 0
-    """If positive: the prompt of the so-manyth last request takes the place of the trunk."""
+    """If positive: the prompt of the request that came so many before takes the place of the trunk."""
 
 
 class Schedule(CoarseOp, frozen=True, tag="schedule"):
@@ -468,40 +453,5 @@ CACHE_SETUP_RANGES = {
 
 def core_history_from_json(data: bytes) -> CoreHistory:
     """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
-    exact = ("text", "group", "groups")
-    return coarse_history(data, CoreHistory, {PoolSetup: PoolOp, CacheSetup: CacheOp, StepSetup: StepOp}, RANGES, exact)
-
-
-H = TypeVar("H", bound=msgspec.Struct)
-
-
-def coarse_history(
-    data: bytes,
-    kind: type[H],
-    allowed: Mapping[type, Any],
-    ranges: Mapping[type[CoarseOp], Mapping[str, tuple[int, int]]],
-    exact: Collection[str],
-) -> H:
-    """Read a history of coarse ops. ValueError that says what is wrong, and where, if it isn't one of this format.
-
-    Args:
-        data: JSON.
-        kind: the type of history.
-        allowed: type of a setup -> the ops that it goes with.
-        ranges: op -> field -> numbers worth drawing.
-        exact: fields that nothing outside their range can be; others mean something at any number.
-    """
-    try:
-        history = msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"not a history: {error}") from error
-    read: Any = history
-    if read.format != HISTORY_FORMAT:
-        raise ValueError(f"history format {read.format}; this kvspec reads format {HISTORY_FORMAT}")
-    for i, op in enumerate(read.ops):
-        if not isinstance(op, allowed[type(read.setup)]):
-            raise ValueError(f"op {i}: a {type(read.setup).__name__} has no {type(op).__name__}")
-        for name, limits in ranges[type(op)].items():
-            within = limits if name in exact else (-_NUMBER_MAX, _NUMBER_MAX)
-            refuse_outside(f"op {i}: {name}", getattr(op, name), *within)
-    return history
+    allowed: dict[type, Any] = {PoolSetup: PoolOp, CacheSetup: CacheOp, StepSetup: StepOp}
+    return coarse_history_from_json(data, CoreHistory, allowed, RANGES, exact=("text", "group", "groups"))

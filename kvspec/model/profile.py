@@ -62,7 +62,7 @@ class PromptState(Enum):
     INSIDE = "the end of its last hash block, if that is inside a block"
     INSIDE_BEFORE_OWN_DRAFTS = "the same, but a hash block earlier if a draft model reads the group"
     INSIDE_BEFORE_DRAFTS = "the same, but a hash block earlier if there is a draft model"
-    ANYWHERE = "where a resend of the prompt goes on: the last hash block's end before its last token, or so"
+    ANYWHERE = "where a resend of the prompt goes on, at a block's end too"
 
 
 class TierRecency(Enum):

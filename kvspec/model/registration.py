@@ -7,7 +7,7 @@ end inside a block (0.30.0 and later, only where it is asked for).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvspec.model.clauses import clause
 from kvspec.model.groups import Kind, blocks_for, worth_registering
@@ -28,7 +28,7 @@ class Held:
     """Its block table."""
     passed: list[int]
     """The blocks from the start on that needn't be considered for registration any more."""
-    running: list[Running] = field(default_factory=list)
+    running: list[Running]
     """See ``states``."""
 
 

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from kvspec.errors import refuse_outside
-from kvspec.model.coarse import CoarseOp
+from kvspec.model.coarse import CoarseOp, refuse_nonsense
 from kvspec.model.profile import Profile
+
+_LIMITS = {
+    "blocks": (2, 4096),
+    "block_tokens": (2, 64),
+    "step_tokens": (2, 4096),
+    "running_max": (2, 64),
+    "stages": (1, 4),
+    "drafts": (0, 4),
+}
+"""Least and most of each number of a setup."""
 
 
 class StepSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="scheduler"):
@@ -26,18 +35,15 @@ class StepSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Whether known issues of the release are kept out of the way; there are none that this could meet."""
 
     def __post_init__(self) -> None:
-        for name, most in {"blocks": 4096, "block_tokens": 64, "step_tokens": 4096, "running_max": 64}.items():
-            refuse_outside(name, getattr(self, name), 2, most)
-        refuse_outside("stages", self.stages, 1, 4)
-        refuse_outside("drafts", self.drafts, 0, 4)
+        refuse_nonsense(self, _LIMITS)
 
 
 class Submit(CoarseOp, frozen=True, tag="submit"):
-    """A request arrives: ``shared`` tokens of the trunk, then ``tail`` of its own; it says up to ``most`` tokens."""
+    """A request arrives: ``shared`` tokens of the trunk, then ``tail`` of its own; it says up to ``says`` tokens."""
 
     shared: int = 0
     tail: int = 1
-    most: int = 1
+    says: int = 1
     priority: int = 0
 
 
@@ -48,8 +54,8 @@ class EngineStep(CoarseOp, frozen=True, tag="step"):
     accepted: int = 0
 
 
-class GiveUp(CoarseOp, frozen=True, tag="give-up"):
-    """A client goes away."""
+class AbortOne(CoarseOp, frozen=True, tag="abort-one"):
+    """The client of a request goes away."""
 
     pick: int = 0
 
@@ -60,17 +66,17 @@ class ResetAll(CoarseOp, frozen=True, tag="reset-all"):
     running: int = 1
 
 
-StepOp = Submit | EngineStep | GiveUp | ResetAll
+StepOp = Submit | EngineStep | AbortOne | ResetAll
 
 STEP_RANGES: dict[type[CoarseOp], dict[str, tuple[int, int]]] = {
-    Submit: {"shared": (0, 12), "tail": (1, 8), "most": (1, 9), "priority": (0, 2)},
+    Submit: {"shared": (0, 12), "tail": (1, 8), "says": (1, 9), "priority": (0, 2)},
     EngineStep: {"count": (1, 3), "accepted": (0, 999)},
-    GiveUp: {"pick": (0, 30)},
+    AbortOne: {"pick": (0, 30)},
     ResetAll: {"running": (0, 1)},
 }
 """Op -> field -> (smallest, largest) number worth drawing."""
 
-STEP_WEIGHTS: dict[type[CoarseOp], int] = {Submit: 10, EngineStep: 26, GiveUp: 2, ResetAll: 7}
+STEP_WEIGHTS: dict[type[CoarseOp], int] = {Submit: 10, EngineStep: 26, AbortOne: 2, ResetAll: 7}
 """Op -> how often it is drawn, relative to the others."""
 
 
@@ -88,8 +94,8 @@ def step_setup(
 ) -> StepSetup:
     """Return the setup that some coarse numbers mean for a release: a small pool, and a way in which steps overlap.
 
-    With several stages and synchronous scheduling there are no drafts: a worker proposes them before the engine knows
-    the token that they follow, and what vLLM makes of that isn't described anywhere.
+    With several stages and synchronous scheduling there are no drafts: whether vLLM means to run them isn't known, and
+    the executor here may propose them earlier than real workers would.
     """
     del profile
     return StepSetup(

@@ -190,7 +190,7 @@ TARGETS = {
     "vllm-simple": "vLLM's SimpleCPUOffloadConnector under its own scheduler and engine step",
     "vllm-offloading": "vLLM's OffloadingConnector with its CPU manager (LRU, ARC), likewise",
     "vllm-multi": "vLLM's MultiConnector of two of these connectors, likewise",
-    "vllm-core": "vLLM's block pool and KV cache manager, beside the model",
+    "vllm-core": "vLLM's block pool, KV cache manager and scheduler, beside the model",
     "vllm-offload-index": "OffloadingConnector's store index and CPU tier, beside the model",
 }
 

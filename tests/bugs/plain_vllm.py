@@ -58,7 +58,6 @@ class Engine:
         connector="SimpleCPUOffloadConnector",
         blocks_per_chunk=1,
         window=None,
-        connectors=None,
     ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -87,7 +86,6 @@ class Engine:
                         "cpu_bytes_to_use": cpu_blocks * (PAGE_BYTES if "Simple" in connector else 4096),
                         "lazy_offload": lazy,
                         "block_size": blocks_per_chunk * BLOCK_SIZE,
-                        **({"connectors": connectors} if connectors else {}),
                     },
                 ),
                 kv_events_config=config.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),

@@ -193,18 +193,6 @@ def _connector() -> Any:
     return scheduler
 
 
-def _indices(connector: Any) -> dict[str, list[int]]:
-    """Return the store index of each request, per group."""
-    known = connector._req_status.items()
-    return {name: [group.next_stored_chunk_idx for group in status.group_states] for name, status in known}
-
-
-def _put_back(connector: Any, indices: dict[str, list[int]]) -> None:
-    for name, status in connector._req_status.items():
-        for group, index in zip(status.group_states, indices.get(name, ()), strict=False):
-            group.next_stored_chunk_idx = index
-
-
 def _keep_indices(patch: Patch, method: str) -> None:
     """Plant that a method of the connector's scheduler side leaves the store index of all requests as it is."""
     owner = _connector().OffloadingConnectorScheduler
@@ -212,9 +200,11 @@ def _keep_indices(patch: Patch, method: str) -> None:
 
     @wraps(real)
     def keeps(self: Any, *args: Any, **named: Any) -> Any:
-        before = _indices(self)
+        groups = [group for status in self._req_status.values() for group in status.group_states]
+        before = [group.next_stored_chunk_idx for group in groups]
         answer = real(self, *args, **named)
-        _put_back(self, before)
+        for group, index in zip(groups, before, strict=True):
+            group.next_stored_chunk_idx = index
         return answer
 
     patch.setattr(owner, method, keeps)

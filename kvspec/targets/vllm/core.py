@@ -422,6 +422,7 @@ class RealCache:
 
         register_specs()
         config = cache_config(groups, num_blocks, caching, interval)
+        # An engine in align mode has the blocks of its states; up to 0.27 hash blocks depend on that.
         block_tokens = next((tokens for kind, tokens, *_ in groups if kind == "mamba-align"), groups[0][1])
         alignment, hash_tokens = _block_sizes(config, block_tokens, caching, prefill, decode, unit)
         manager = kv_cache_manager.KVCacheManager

@@ -45,7 +45,6 @@ class VllmEngine:
         observe_output: Callable[[int, Any], None],
     ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.v1.engine.core import EngineCore
 
         self.setup = setup
         self.adversary = adversary
@@ -63,13 +62,13 @@ class VllmEngine:
         if world_size > 1:
             self.actors.extend(self.ranks)
         runner = self._make_runner()
-        self.core: Any = EngineCore.__new__(EngineCore)
-        self.scheduler = self._make_scheduler()
+        self._size_cpu_tiers()
+        self.scheduler, self.hash_block_size = make_scheduler(self.vllm_config, self.kv_cache_config)
         self.connector = self.scheduler.connector
         aggregator = KVOutputAggregator.from_connector(self.connector, world_size) if world_size > 1 else None
         state = RunnerState(self.layouts, self.texts)
         self.executor = Executor(self.ranks, runner, state, observe_output, aggregator)
-        self._complete_core()
+        self.core = make_core(self.scheduler, self.executor, depth=2 if setup.async_scheduling else 1)
 
     def _make_rank(self, index: int, report: Callable[[ShadowMismatch], None]) -> Rank:
         """Construct the worker-side connector and register the KV cache; the scheduler doesn't exist yet."""
@@ -112,8 +111,8 @@ class VllmEngine:
                 use(before)
         return RunnerV2(wrapped, _output_maker(), takes_output)
 
-    def _make_scheduler(self) -> Any:
-        cache = self.vllm_config.cache_config
+    def _size_cpu_tiers(self) -> None:
+        """Tell the scheduler's side how many CPU blocks the workers have."""
         counts = [
             connector.get_aligned_num_cpu_blocks()
             for rank in self.ranks
@@ -121,23 +120,7 @@ class VllmEngine:
             if hasattr(connector, "get_aligned_num_cpu_blocks")  # SimpleCPUOffload, 0.33
         ]
         if counts:
-            cache.simple_cpu_offload_num_blocks = min(counts)
-        scheduler, self.structured_output, self.hash_block_size = make_scheduler(
-            self.vllm_config, self.kv_cache_config, self.setup.async_scheduling
-        )
-        return scheduler
-
-    def _complete_core(self) -> None:
-        depth = 2 if self.setup.async_scheduling else 1
-        complete_core(
-            self.core,
-            self.vllm_config,
-            self.executor,
-            self.scheduler,
-            self.structured_output,
-            depth,
-            self.setup.async_scheduling,
-        )
+            self.vllm_config.cache_config.simple_cpu_offload_num_blocks = min(counts)
 
     # What a history does ----------------------------------------------------------------------------------------------
 
@@ -244,49 +227,43 @@ def children(connector: Any) -> list[Any]:
     return list(getattr(connector, "_connectors", [connector]))
 
 
-def make_scheduler(vllm_config: Any, kv_cache_config: Any, asynchronous: bool) -> tuple[Any, Any, int]:
-    """Return the target's scheduler, its structured output manager, and the tokens of a hash block."""
+def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> tuple[Any, int]:
+    """Return the target's scheduler, and the tokens of a hash block."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    structured_output = StructuredOutputManager(vllm_config)
-    scheduler_class = AsyncScheduler if asynchronous else Scheduler
+    scheduler_class = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler = scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
-        structured_output_manager=structured_output,
+        structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=block_size,
         hash_block_size=hash_block_size,
         log_stats=False,
     )
-    return scheduler, structured_output, hash_block_size
+    return scheduler, hash_block_size
 
 
-def complete_core(
-    core: Any,
-    vllm_config: Any,
-    executor: Any,
-    scheduler: Any,
-    structured_output: Any,
-    depth: int,
-    asynchronous: bool,
-    drafts: bool = False,
-) -> None:
-    """Set what the step functions of an ``EngineCore`` read; up to ``depth`` steps are in flight."""
+def make_core(scheduler: Any, executor: Any, depth: int) -> Any:
+    """Return an ``EngineCore`` that has what its step functions read; up to ``depth`` steps are in flight."""
+    from vllm.v1.engine.core import EngineCore
+
+    core = EngineCore.__new__(EngineCore)
+    vllm_config = scheduler.vllm_config
     for name, value in {
         "vllm_config": vllm_config,
         "log_stats": False,
         "model_executor": executor,
         "scheduler": scheduler,
-        "structured_output_manager": structured_output,
+        "structured_output_manager": scheduler.structured_output_manager,
         "batch_queue_size": depth,
         "batch_queue": deque(maxlen=depth) if depth > 1 else None,
         "aborts_queue": queue.Queue(),
-        "async_scheduling": asynchronous,
-        "use_spec_decode": drafts,
+        "async_scheduling": vllm_config.scheduler_config.async_scheduling,
+        "use_spec_decode": vllm_config.speculative_config is not None,
         "check_for_draft_tokens": False,
         "is_pooling_model": False,
         "is_mm_encoder_only": False,
@@ -299,6 +276,7 @@ def complete_core(
     }.items():
         setattr(core, name, value)
     core.step_fn = core.step if depth == 1 else core.step_with_batch_queue
+    return core
 
 
 def group_of(key: bytes) -> int:

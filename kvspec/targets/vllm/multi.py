@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +72,7 @@ class MultiTarget:
             yield
 
     def refusal(self, setup: EngineSetup) -> str | None:
-        """What either backend refuses, and what MultiConnector doesn't pass on.
+        """Say why either backend, or MultiConnector, can't run a setup; None if they can.
 
         Source: vLLM 0.21.0, multi_connector.py, which has no bind_gpu_block_pool; SimpleCPUOffload can't do without.
         """
@@ -93,7 +93,7 @@ class MultiTarget:
         def make_tier(vllm: VllmEngine, probe: Probe) -> MultiTier:
             return MultiTier(vllm, probe, self._make_backend)
 
-        self._offloading.expect(setup)
+        self._offloading.prepare(setup)
         return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, make_tier)
 
     def _make_backend(self, kind: str, vllm: VllmEngine, probe: Probe) -> Tier:
@@ -110,8 +110,9 @@ class MultiTier:
         self._vllm = vllm
         self._probe = probe
         self._event_sources: dict[int, tuple[int, Any]] = {}
+        """id() of an event -> its backend, and the event itself: so no other can get its id."""
         setups = [of_backend(vllm.setup, i) for i in range(len(vllm.setup.backends))]
-        self._starts = [0, *accumulate(setup.cpu_blocks for setup in setups)]
+        self._starts = [0, setups[0].cpu_blocks]
         self._backends: list[Tier] = [
             make_backend(kind, _alone(vllm, i, setup), probe)
             for i, (kind, setup) in enumerate(zip(vllm.setup.backends, setups, strict=True))
@@ -120,7 +121,7 @@ class MultiTier:
         self.polls_when_idle = all(backend.polls_when_idle for backend in self._backends)
         nulls = [
             start + backend.null_block
-            for start, backend in zip(self._starts, self._backends, strict=False)
+            for start, backend in zip(self._starts, self._backends, strict=True)
             if backend.null_block is not None
         ]
         self.null_block = nulls[0] if nulls else None
@@ -170,7 +171,7 @@ class MultiTier:
                 backend.overwritten(block)
 
     def block_of(self, rank: int, address: int) -> int:
-        for start, backend in zip(self._starts, self._backends, strict=False):
+        for start, backend in zip(self._starts, self._backends, strict=True):
             block = backend.block_of(rank, address)
             if block >= 0:
                 return start + block
@@ -188,7 +189,7 @@ class MultiTier:
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]:
         plans = [backend.blocks_in_stores() for backend in self._backends]
         gpu = set(chain.from_iterable(gpu for gpu, _ in plans))
-        return gpu, {start + block for start, (_, cpu) in zip(self._starts, plans, strict=False) for block in cpu}
+        return gpu, {start + block for start, (_, cpu) in zip(self._starts, plans, strict=True) for block in cpu}
 
     def pool(self) -> PoolView:
         """Both pools, one after the other."""
@@ -196,7 +197,7 @@ class MultiTier:
         return PoolView(
             "CPU",
             [count for pool in pools for count in pool.refs],
-            [start + block for start, pool in zip(self._starts, pools, strict=False) for block in pool.free],
+            [start + block for start, pool in zip(self._starts, pools, strict=True) for block in pool.free],
             sum(pool.free_count for pool in pools),
             -1 if self.null_block is None else self.null_block,
         )
@@ -223,7 +224,7 @@ class MultiTier:
     def index(self) -> Mapping[bytes, int]:
         return {
             tag + key: start + block
-            for tag, start, backend in zip(_TAGS, self._starts, self._backends, strict=False)
+            for tag, start, backend in zip(_TAGS, self._starts, self._backends, strict=True)
             for key, block in backend.index().items()
         }
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config, core
+from kvspec.targets.vllm.engine import children, make_scheduler
 
 RawKey = bytes
 
@@ -323,12 +324,10 @@ class RealEngine:
         self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, connectors)
         self.requests: dict[str, Any] = self.scheduler.requests
         self.known: dict[str, Any] = {}
-        connector = self.scheduler.connector
-        parts = connector._connectors if connectors else [connector]
-        self.connectors = [part.connector_scheduler for part in parts]
-        for part in self.connectors:
-            part.manager = RealTier(slots, policy).manager
-        self.workers = [Worker() for _ in parts]
+        self.connectors = [part.connector_scheduler for part in children(self.scheduler.connector)]
+        for connector in self.connectors:
+            connector.manager = RealTier(slots, policy).manager
+        self.workers = [Worker() for _ in self.connectors]
         self.in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
         self.offers: list[Offer] = []
         """To the first connector's tier, since whoever reads it has emptied it."""
@@ -589,11 +588,7 @@ def _scheduler(
     connectors: int,
 ) -> tuple[Any, int]:
     """Return a scheduler, and the tokens of a hash block."""
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheTensor
-    from vllm.v1.structured_output import StructuredOutputManager
 
     core.register_specs()
     settings: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "offload_prompt_only": prompt_only}
@@ -611,17 +606,7 @@ def _scheduler(
             KVCacheTensor(size=64 * setup.gpu_blocks, shared_by=group.layer_names)
             for group in kv_cache_config.kv_cache_groups
         ]
-    sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
-    scheduler = scheduler_class(
-        vllm_config=vllm_config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=sizes[0],
-        hash_block_size=sizes[1],
-        log_stats=False,
-    )
-    return scheduler, sizes[1]
+    return make_scheduler(vllm_config, kv_cache_config)
 
 
 # What the scheduler tells its connector, as plain data ---------------------------------------------------------------

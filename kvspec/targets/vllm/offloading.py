@@ -37,12 +37,10 @@ from kvspec.targets.vllm.copies import (
     tensor_to,
 )
 from kvspec.targets.vllm.core import own_files
-from kvspec.targets.vllm.engine import HASH_BYTES, VllmEngine, group_of
+from kvspec.targets.vllm.engine import KEY_BYTES, VllmEngine, group_of
 from kvspec.targets.vllm.observe import ObservedEngine, Transfers, block_at, keys_of_hashes
 
 CONNECTOR = "OffloadingConnector"
-
-_CONNECTOR_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 
 KERNEL_COPIES_MIN = 4
 """Copies from which a load is a kernel's: 16 in vLLM, which a single block of a model with 16 layers reaches; ours
@@ -53,19 +51,17 @@ def connector_config(setup: EngineSetup) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` for ``setup.cpu_blocks`` chunks."""
     return {
         "cpu_bytes_to_use": region_bytes(setup),
-        **({"blocks_per_chunk": setup.blocks_per_chunk} if _counts_blocks() else _chunk_tokens(setup)),
+        **_chunk_size(setup),
         "eviction_policy": setup.eviction,
         "offload_prompt_only": setup.prompt_only,  # 0.23 and later
     }
 
 
-def _counts_blocks() -> bool:
-    """Whether the size of a chunk may be given in blocks (0.26 and later); before, only in tokens of the one size that
-    blocks of all groups have."""
-    return bool(_import_any("vllm.v1.kv_offload.config"))
-
-
-def _chunk_tokens(setup: EngineSetup) -> dict[str, int]:
+def _chunk_size(setup: EngineSetup) -> dict[str, int]:
+    """Return the setting that says how long a chunk is: in blocks, or (up to 0.25) in tokens of the one size that
+    blocks of all groups have; no setting if they have several sizes, which means one block."""
+    if _import_any("vllm.v1.kv_offload.config"):
+        return {"blocks_per_chunk": setup.blocks_per_chunk}
     spans = {layout.span for layout in layouts(setup)}
     return {"block_size": setup.blocks_per_chunk * spans.pop()} if len(spans) == 1 else {}
 
@@ -216,7 +212,9 @@ class OffloadingTarget:
         self._files.clear()
 
     def refusal(self, setup: EngineSetup) -> str | None:
-        """Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); 0.21.0, v1/kv_offload/base.py, and 0.26.0,
+        """Say why the connector, or the release, can't run a setup; None if they can.
+
+        Source: vLLM 0.20.2, v1/kv_offload/spec.py (OffloadingSpec); 0.21.0, v1/kv_offload/base.py, and 0.26.0,
         distributed/kv_transfer/kv_connector/v1/offloading/config.py (build_offloading_config).
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
@@ -227,7 +225,7 @@ class OffloadingTarget:
                 return "up to 0.20 OffloadingConnector has one group only"
             if setup.context_ranks > 1:
                 return "up to 0.20 OffloadingConnector doesn't count the ranks that share a block"
-        if setup.blocks_per_chunk > 1 and not _counts_blocks() and not _chunk_tokens(setup):
+        if setup.blocks_per_chunk > 1 and not _chunk_size(setup):
             return "up to 0.25 chunks of several blocks need groups with blocks of equal sizes"
         return refusal(setup)
 
@@ -235,11 +233,11 @@ class OffloadingTarget:
         if reason := self.refusal(setup):
             raise SetupRefused(f"{self.name} can't run this engine: {reason}.")
 
-        self.expect(setup)
+        self.prepare(setup)
         return ObservedEngine(setup, CONNECTOR, connector_config(setup), adversary, probe, self.make_tier)
 
-    def expect(self, setup: EngineSetup) -> None:
-        """Tell what engine is going to be started."""
+    def prepare(self, setup: EngineSetup) -> None:
+        """Note how many workers the next engine has; their shared memory depends on it."""
         self._ranks = setup.world_size
 
     def make_tier(self, vllm: VllmEngine, probe: Probe) -> OffloadingTier:
@@ -307,9 +305,9 @@ class OffloadingTier:
 
     null_block: int | None = None
     polls_when_idle = True
-    stores_eagerly = False  # STORE-1 to STORE-15 of the model say what it stores
-    shortages = 0
     """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
+    stores_eagerly = False  # the model's clauses STORE-1 to STORE-15 say what it stores
+    shortages = 0
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
         self._vllm = vllm
@@ -326,7 +324,8 @@ class OffloadingTier:
         self._let_go_stores: list[_Job] = []
         self._jobs: dict[int, _Job] = {}
         self._preempted: set[str] = set()
-        self.events_name_groups = bool(_import_any(f"{_CONNECTOR_PACKAGE}.events"))  # 0.24 and later
+        events = _import_any("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
+        self.events_name_groups = events is not None  # 0.24 and later
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
@@ -585,7 +584,9 @@ class OffloadingTier:
             return None
         blocks = [memory.kept(tags[i : i + layout.span], group) for i in range(0, len(tags), layout.span)]
         kept = np.concatenate(blocks)
-        return kept if not layout.reach else _masked_before(kept, layout.first_read(len(kept)))
+        if layout.reach:
+            kept = np.ma.array(kept, mask=np.arange(len(kept)) < layout.first_read(len(kept)))
+        return kept
 
     def describe_key(self, key: bytes) -> str:
         return self._vllm.describe_key(key.removesuffix(_CHUNK) if _is_chunk(key) else key)
@@ -599,13 +600,7 @@ class OffloadingTier:
 
 _CHUNK = b"chunk"
 """What ends the key of a chunk, so that it isn't the key of the GPU block with the same hash."""
-_CHUNK_KEY_BYTES = HASH_BYTES + 4 + len(_CHUNK)
-
-
-def _masked_before(tags: np.ndarray, first: int) -> np.ndarray:
-    """Mask the tags before ``first``, which nothing reads."""
-    masked: np.ndarray = np.ma.array(tags, mask=np.arange(len(tags)) < first)
-    return masked
+_CHUNK_KEY_BYTES = KEY_BYTES + len(_CHUNK)
 
 
 def _is_chunk(key: bytes) -> bool:
@@ -658,13 +653,17 @@ def _specs(transfer: Any) -> tuple[Any, Any]:
 def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[int, int]]:
     """Yield (GPU block, chunk) of a transfer. The blocks of a group follow each other, from a block index on.
 
+    Where the sizes name more blocks or chunks than there are, pairs go as far as both do.
+
     Source: vLLM 0.33.0, v1/kv_offload/cpu/gpu_worker.py (SingleDirectionOffloadingHandler.transfer_async).
     """
     blocks = gpu.block_ids.tolist()
     first_block = first_chunk = 0
     for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
         skipped = index % blocks_per_chunk
-        chunk_of_each = [first_chunk + (skipped + i) // blocks_per_chunk for i in range(size)]
-        yield from zip(blocks[first_block:], (chunks[i] for i in chunk_of_each if i < len(chunks)), strict=False)
+        for i, block in enumerate(blocks[first_block : first_block + size]):
+            chunk = first_chunk + (skipped + i) // blocks_per_chunk
+            if chunk < len(chunks):
+                yield block, chunks[chunk]
         first_block += size
         first_chunk += -(-(size + skipped) // blocks_per_chunk) if size else 0

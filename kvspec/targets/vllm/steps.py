@@ -1,7 +1,9 @@
-"""The engine's scheduler and step function without a connector and a device: ``EngineCore`` with a model that says what
-it is told, as many steps in flight as the engine's configuration wants, and draft tokens.
+"""The engine's scheduler and step function without a connector and a device.
 
-No expectations here. Source: vLLM 0.33.0, v1/engine/core.py (EngineCore.step, step_with_batch_queue, post_step).
+They run with an executor that always says the same token, as many steps in flight as the configuration wants, and
+draft tokens. No expectations here.
+
+Source: vLLM 0.33.0, v1/engine/core.py (EngineCore.step, step_with_batch_queue, post_step).
 """
 
 from __future__ import annotations
@@ -15,50 +17,43 @@ from kvspec.engine.executor import StepFuture
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config
 from kvspec.targets.vllm.core import make_request, pool_state
-from kvspec.targets.vllm.engine import complete_core, make_scheduler
+from kvspec.targets.vllm.engine import make_core, make_scheduler
+
+_WORD = 7
+"""What is said, and drafted, always."""
 
 
 class StepEngine:
-    """One engine.
+    """A scheduler in its ``EngineCore``, whose executor this is.
 
     Args:
         setup: blocks, step size, running requests, scheduling, runner.
-        stages: pipeline-parallel size: so many steps are in flight, one more with asynchronous scheduling.
+        stages: pipeline-parallel size.
         drafts: draft tokens of each step, 0 for none.
     """
 
     def __init__(self, setup: EngineSetup, stages: int, drafts: int) -> None:
-        from vllm.v1.engine.core import EngineCore
-
         vllm_config = _configuration(setup, stages, drafts)
         self.random = Random(0)
         """Decides how many drafts are accepted."""
-        self.core: Any = EngineCore.__new__(EngineCore)
-        self.scheduler, structured_output, self.hash_tokens = make_scheduler(
-            vllm_config, config.kv_cache_config(setup), setup.async_scheduling
-        )
-        depth = _depth(vllm_config, stages, setup.async_scheduling)
-        complete_core(
-            self.core, vllm_config, self, self.scheduler, structured_output, depth, setup.async_scheduling, drafts > 0
-        )
+        self.scheduler, self.hash_tokens = make_scheduler(vllm_config, config.kv_cache_config(setup))
+        self.core = make_core(self.scheduler, self, _depth(vllm_config))
         self.drafts = drafts
         self._latest: Any = None
         self._sampled: list[str] = []
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)  # of a step that fails
 
-    def add(self, name: str, tokens: list[int], most: int, priority: int, arrival: int) -> None:
-        """Add a request that says up to ``most`` tokens."""
+    def add(self, name: str, tokens: list[int], says: int, priority: int, arrival: int) -> None:
+        """Add a request that says up to ``says`` tokens."""
         self.scheduler.add_request(
-            make_request(name, tokens, self.hash_tokens, max_tokens=most, priority=priority, arrival=arrival)
+            make_request(name, tokens, self.hash_tokens, max_tokens=says, priority=priority, arrival=arrival)
         )
 
     def step(self) -> None:
         """Make a step, if the engine's busy loop would make one."""
         if self.scheduler.has_requests() or self.core.batch_queue:
-            post_step = getattr(self.core, "post_step", None)
             _, ran = self.core.step_fn()
-            if post_step is not None:
-                post_step(ran)
+            self.core.post_step(ran)
 
     def abort(self, name: str) -> None:
         """Abort a request."""
@@ -98,27 +93,26 @@ class StepEngine:
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
-        output = self._latest
-        result = self._result(output)
+        result = self._result(self._latest)
         return StepFuture(lambda: result) if non_block else result
 
     def take_draft_token_ids(self) -> Any:
         from vllm.v1.outputs import DraftTokenIds
 
-        return DraftTokenIds(list(self._sampled), [[7] * self.drafts for _ in self._sampled])
+        return DraftTokenIds(list(self._sampled), [[_WORD] * self.drafts for _ in self._sampled])
 
     def _result(self, output: Any) -> Any:
-        """Return a ``ModelRunnerOutput``: a token for each request whose text is computed to its end, and those of its
-        drafts that are accepted."""
+        """Return a ``ModelRunnerOutput``: a token for each request whose text is computed to its end, and the drafts
+        that are accepted.
+        """
         from vllm.v1.outputs import ModelRunnerOutput
 
-        sampled = []
-        for name, count in output.num_scheduled_tokens.items():
+        names, sampled = list(output.num_scheduled_tokens), []
+        for name in names:
             request = self.scheduler.requests[name]
             drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
             whole = request.num_computed_tokens >= request.num_tokens
-            sampled.append([7] * (1 + self.random.randint(0, drafts)) if whole and count else [])
-        names = list(output.num_scheduled_tokens)
+            sampled.append([_WORD] * (1 + self.random.randint(0, drafts)) if whole else [])
         self._sampled = [name for name, tokens in zip(names, sampled, strict=True) if tokens]
         return ModelRunnerOutput(
             req_ids=names,
@@ -146,8 +140,9 @@ def _configuration(setup: EngineSetup, stages: int, drafts: int) -> Any:
     return result
 
 
-def _depth(vllm_config: Any, stages: int, asynchronous: bool) -> int:
-    """Return how many steps can be in flight."""
+def _depth(vllm_config: Any) -> int:
+    """Return how many steps can be in flight. Up to 0.22 that is a property of MultiprocExecutor."""
     if hasattr(type(vllm_config), "max_concurrent_batches"):
         return int(vllm_config.max_concurrent_batches)
-    return 2 if stages == 1 and asynchronous else stages  # MultiprocExecutor, up to 0.25
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return 2 if stages == 1 and vllm_config.scheduler_config.async_scheduling else stages
