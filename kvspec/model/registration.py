@@ -78,7 +78,9 @@ class Registrar:
         if layout.profile.masks_unreachable:
             boundaries, drops = self._boundaries(request, index), layout.drops[index]
             unit = layout.hit_tokens if layout.profile.masks_by_hash_block else layout.alignment
-            wanted = worth_registering(group, span, unit, drops, self.interval, boundaries, range(first, end))
+            sparse = group.kind is not Kind.MAMBA or layout.profile.retains_states_sparsely
+            interval = self.interval if sparse else None
+            wanted = worth_registering(group, span, unit, drops, interval, boundaries, range(first, end))
         self.pool.register(request.text, row, first, end, span, index, wanted)
         held.passed[index] = end
         if group.kind is Kind.MAMBA:

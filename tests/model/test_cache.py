@@ -5,6 +5,7 @@ The vectors were seen by running vLLM.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -346,6 +347,17 @@ def test_sparse_retention_keeps_where_a_resend_goes_on_and_every_kth_position() 
         compute(cache, arrive(cache, "writer", 40))
         assert len(cache.pool.index) == kept
         assert cache.lookup(arrive(cache, "resend", 40)).tokens == 36
+
+
+@pytest.mark.parametrize("release", RELEASES[INDEX["0.23.0"] :])
+def test_sparse_retention_leaves_out_mamba_states_since_0_24(release: str) -> None:
+    cache = cache_of(FULL, Group(Kind.MAMBA, 8, align=True), window(5), release=release, interval=0)
+    writer = arrive(cache, "writer", 41)
+    for new in (8, 8, 24, 1):
+        assert cache.allocate(writer, new) is not None
+        writer.computed += new
+    kept = Counter(key.group for key in cache.pool.index)
+    assert kept == {0: 10, 1: 3 if release == "0.23.0" else 1, 2: 1}
 
 
 def test_sparse_retention_keeps_where_two_requests_part() -> None:
