@@ -245,6 +245,8 @@ def measure(target: str, histories: int, seed: int) -> int:
     """
     if (name := split_target(target)[0]) in EQUALITIES:
         raise click.UsageError(f"{name} is called directly: it has no engine, and so no engine step.")
+    if name == "vllm-multi":
+        raise click.UsageError("vllm-multi isn't measured; its backends are: vllm-simple and vllm-offloading.")
     prepared = prepared_target(target)
     command = [sys.executable, "-P", "-m", "kvspec.measure", prepared.target, str(histories), str(seed)]
     done = subprocess.run(command, env=prepared.environment, stdout=subprocess.PIPE, text=True)

@@ -217,8 +217,10 @@ class World:
                 self._settle(op.count)
 
     def _add(self, op: Add) -> None:
+        if op.request in self._names or op.shared + op.tail + op.max_tokens > 2 * self._engine.longest_request:
+            return  # before so many tokens are made
         prompt = self._prompt(op)
-        if op.request in self._names or prompt is None:
+        if prompt is None:
             return
         if len(prompt) + op.max_tokens > self._engine.longest_request:
             return

@@ -60,7 +60,12 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
     assert case.law not in laws_broken(history, case.fixed)
 
 
-SCRIPTS = ["lazy_offload_never_idles.py", "offloading_second_reset.py", "offloading_silent_reset.py"]
+SCRIPTS = [
+    "core_victim_of_its_own_step.py",
+    "lazy_offload_never_idles.py",
+    "offloading_second_reset.py",
+    "offloading_silent_reset.py",
+]
 
 
 @pytest.mark.slow

@@ -27,17 +27,17 @@ def followers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from kvspec.equality.follow import Follower
-        from kvspec.targets.vllm.engine import VllmEngine
+        from kvspec.targets.vllm import engine
 
         started: list[Any] = []
-        make = VllmEngine._make_scheduler
+        make = engine.make_scheduler
 
-        def make_and_follow(engine: Any) -> Any:
-            scheduler = make(engine)
-            started.append(Follower(scheduler.kv_cache_manager, engine.hash_block_size))
-            return scheduler
+        def make_and_follow(*configs: Any) -> tuple[Any, int]:
+            scheduler, hash_tokens = make(*configs)
+            started.append(Follower(scheduler.kv_cache_manager, hash_tokens))
+            return scheduler, hash_tokens
 
-        monkeypatch.setattr(VllmEngine, "_make_scheduler", make_and_follow)
+        monkeypatch.setattr(engine, "make_scheduler", make_and_follow)
         yield started
 
 

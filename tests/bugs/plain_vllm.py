@@ -58,6 +58,7 @@ class Engine:
         connector="SimpleCPUOffloadConnector",
         blocks_per_chunk=1,
         window=None,
+        priority=False,
     ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -78,6 +79,7 @@ class Engine:
                     is_encoder_decoder=False,
                     enable_chunked_prefill=True,
                     async_scheduling=False,
+                    policy="priority" if priority else "fcfs",
                 ),
                 kv_transfer_config=config.KVTransferConfig(
                     kv_connector=connector,
@@ -120,9 +122,9 @@ class Engine:
         self.requests = {}
         self.in_flight = None
 
-    def add(self, name, tokens, max_tokens=1):
+    def add(self, name, tokens, max_tokens=1, priority=0):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self.requests[name] = Request(name, tokens, sampling, None, block_hasher=self.hasher)
+        self.requests[name] = Request(name, tokens, sampling, None, block_hasher=self.hasher, priority=priority)
         self.scheduler.add_request(self.requests[name])
 
     def step(self):
