@@ -44,7 +44,7 @@ from kvspec.findings import Finding, Key, Record, now
 from kvspec.history import AnyHistory
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
-from kvspec.ops import History
+from kvspec.ops import EQUALITIES, History
 
 if TYPE_CHECKING:
     from kvspec.world import Outcome, World
@@ -318,7 +318,6 @@ class _RoundOver(BaseException):
 
 
 def _own_suite(name: str) -> Suite:
-    from kvspec.ops import EQUALITIES
     from kvspec.targets import parse_target
 
     return _equality_suite(name) if parse_target(name)[0] in EQUALITIES else _engine_suite(name)

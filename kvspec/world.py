@@ -217,7 +217,8 @@ class World:
                 self._settle(op.count)
 
     def _add(self, op: Add) -> None:
-        if op.request in self._names or op.shared + op.tail + op.max_tokens > 2 * self._engine.longest_request:
+        own = op.tail if op.continues else op.shared + op.tail
+        if op.request in self._names or own + op.max_tokens > self._engine.longest_request:
             return  # before so many tokens are made
         prompt = self._prompt(op)
         if prompt is None:

@@ -9,17 +9,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvspec.defects import Defect, load_defects
 from kvspec.known import known_as, load_known
 from kvspec.laws import Violation
 from kvspec.ops import EngineSetup
 from kvspec.search import SETTINGS, implementation_version, violation_key
 from kvspec.targets import Target, load_target, parse_target
 from strategies.machines import MACHINES
+
+
+def defects_of(target: str) -> dict[str, Defect]:
+    """Return the planted defects of a target, by name."""
+    registry = load_defects(Path(__file__).parent / "defects")
+    return {name: defect for name, defect in registry.items() if defect.target == target}
 
 
 @dataclass

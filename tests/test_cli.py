@@ -67,6 +67,7 @@ def test_the_version_is_told(kvspec: Run) -> None:
         (["gate", "--target", "toy:"], "one of your own is named package.module:suite"),
         (["measure", "--target", "vllm-core"], "has no engine"),
         (["measure", "--target", "vllm-offload-index"], "has no engine"),
+        (["measure", "--target", "vllm-multi"], "vllm-multi isn't measured"),
         (
             ["replay", "core.json", "--target", "vllm-simple"],
             "and vllm-simple can't run one; vllm-core can",

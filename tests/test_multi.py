@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from hunt import hunt
+from hunt import defects_of, hunt
 
-from kvspec.defects import load_defects, planted
-from kvspec.ops import BACKENDS, Add, EngineSetup, Op, Reset, Settle
+from kvspec.defects import planted
+from kvspec.ops import BACKENDS, Add, EngineSetup, History, Op, Reset, Settle
 from kvspec.targets import Target, load_target
-from kvspec.world import Outcome, World
+from kvspec.world import Outcome, run_history
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
 HISTORIES = 200
-DEFECTS = {
-    name: defect
-    for name, defect in load_defects(Path(__file__).parent / "defects").items()
-    if defect.target == "vllm-multi"
-}
+DEFECTS = defects_of("vllm-multi")
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +23,7 @@ def multi(target: Target) -> Target:
 
 
 def run(target: Target, setup: EngineSetup, *ops: Op) -> Outcome:
-    world = World(target, setup, "fair")
-    for op in ops:
-        world.apply(op)
-    return world.finish()
+    return run_history(target, History(target.name, setup, ops, "fair"))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

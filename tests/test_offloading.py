@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from hunt import hunt
+from hunt import defects_of, hunt
 
-from kvspec.defects import load_defects, planted
+from kvspec.defects import planted
 from kvspec.device.adversary import FairAdversary, ReplayAdversary
 from kvspec.device.cuda_names import use
 from kvspec.device.simulated import DeviceFault, SimulatedDevice
 from kvspec.laws import LAWS
-from kvspec.ops import Add, EngineSetup, Op, Reset, Settle, Step
+from kvspec.ops import Add, EngineSetup, History, Op, Reset, Settle, Step
 from kvspec.targets import Target, load_target
-from kvspec.world import EVENTS, Outcome, World
+from kvspec.world import EVENTS, Outcome, run_history
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -35,19 +35,12 @@ def offloading(target: Target) -> Target:
 
 
 def run(target: Target, setup: EngineSetup, *ops: Op) -> Outcome:
-    world = World(target, setup, "fair")
-    for op in ops:
-        world.apply(op)
-    return world.finish()
+    return run_history(target, History(target.name, setup, ops, "fair"))
 
 
 # Planted defects ------------------------------------------------------------------------------------------------------
 
-DEFECTS = {
-    name: defect
-    for name, defect in load_defects(Path(__file__).parent / "defects").items()
-    if defect.target == "vllm-offloading"
-}
+DEFECTS = defects_of("vllm-offloading")
 
 
 def test_every_law_that_binds_this_target_has_a_defect_of_it() -> None:

@@ -257,6 +257,14 @@ def test_a_request_is_added_exactly_if_the_gpu_could_hold_all_that_it_may_say(
     assert (outcome.steps > 0) == fits
 
 
+def test_a_prompt_that_is_far_too_long_is_left_out_before_it_is_made(target: Target) -> None:
+    """That many tokens would fill the memory of any machine."""
+    world = World(target, EngineSetup(), "fair")
+    apply_all(world, Add("a", shared=10**30), Add("b", tail=10**30), Add("c", max_tokens=10**30))
+    assert world.live() == []
+    world.finish()
+
+
 def test_a_request_continues_all_that_another_has_said(target: Target) -> None:
     """Sixteen tokens of prompt and one sampled make four full blocks, which the second finds in the CPU tier."""
     first = Add("a", shared=16, tail=0, max_tokens=2)
