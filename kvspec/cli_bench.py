@@ -117,7 +117,8 @@ def _outcome(row: Row) -> tuple[str, str]:
             (f"NOT SILENT, {row.key.law}", "bold red") if row.found and row.key else (f"silent for {effort}", "green")
         )
     if row.found and row.key:
-        return f"found after {effort}, {row.ops} ops ({row.key.law})", "green"
+        ops = f", {row.ops} ops" if row.ops else ""
+        return f"found after {effort}{ops} ({row.key.law})", "green"
     return f"not found in {effort}", "bold red"
 
 
@@ -137,6 +138,13 @@ def _outcome(row: Row) -> tuple[str, str]:
     show_default=True,
     metavar="TIME",
     help="CPU time of each seed: 30s, 10m, 1h.",
+)
+@click.option(
+    "--silent-budget",
+    type=Duration(),
+    show_default="as --budget",
+    metavar="TIME",
+    help="CPU time of each seed where the bug isn't.",
 )
 @click.option(
     "--jobs",
@@ -175,6 +183,7 @@ def bench(
     only: str | None,
     seeds: int,
     budget: float,
+    silent_budget: float | None,
     jobs: int,
     output: Path,
     resume: bool,
@@ -216,6 +225,7 @@ def bench(
         defects={} if only == "bugs" else load_defects(registry),
         seeds=seeds,
         budget_cpu_s=budget,
+        silent_budget_cpu_s=budget if silent_budget is None else silent_budget,
         jobs=jobs,
         output=output,
         known=load_known(known_file),
@@ -223,12 +233,18 @@ def bench(
         registry=registry,
     )
     plan = _chosen(plan, names, targets)
-    header = Header(kvspec=kvspec.__version__, code=source_digest(cases, registry), budget_cpu_s=budget, started=now())
+    header = Header(
+        kvspec=kvspec.__version__,
+        code=source_digest(cases, registry),
+        budget_cpu_s=plan.budget_cpu_s,
+        silent_budget_cpu_s=plan.silent_budget_cpu_s,
+        started=now(),
+    )
     console = StdoutConsole()
     with ExitStack() as stack:
         terminal = stack.enter_context(BenchTerminal(console))
         done = run_bench(plan, header, resume, prepared_target, terminal)
-    files = write_reports(done, _command(seeds, budget, names, targets, only, ablate))
+    files = write_reports(done, _command(plan, names, targets, only))
     for line in summary(done):
         console.print(line)
     for file in files:
@@ -267,15 +283,15 @@ def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> Be
     )
 
 
-def _command(
-    seeds: int, budget_s: float, names: Sequence[str], targets: Sequence[str], only: str | None, ablate: bool
-) -> str:
+def _command(plan: BenchPlan, names: Sequence[str], targets: Sequence[str], only: str | None) -> str:
     """Return the command that repeats a benchmark."""
-    words = ["kvspec", "bench", "--seeds", str(seeds), "--budget", f"{budget_s:g}s"]
+    words = ["kvspec", "bench", "--seeds", str(plan.seeds), "--budget", f"{plan.budget_cpu_s:g}s"]
+    if plan.silent_budget_cpu_s != plan.budget_cpu_s:
+        words += ["--silent-budget", f"{plan.silent_budget_cpu_s:g}s"]
     words += [word for name in names for word in ("--case", name)]
     words += [word for target in targets for word in ("--target", target)]
     words += ["--only", only] if only else []
-    return shlex.join(words + ["--ablate"] * ablate)
+    return shlex.join(words + ["--ablate"] * bool(plan.ablations))
 
 
 def summary(bench: Bench) -> list[Text]:

@@ -90,6 +90,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A planted defect, by name."""
     to_the_end: bool = False
     """Use the whole budget, whatever is found."""
+    minimises: bool = True
+    """Whether what is found is made short."""
 
 
 class TrialJob(Job, frozen=True, kw_only=True):

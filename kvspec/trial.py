@@ -222,7 +222,7 @@ class _Run:
             message = f"{key.law} was broken, but not when its history was run again"
             self._emit(Nondeterminism(job=self._job.job, message=message, history=original))
             return
-        cpu_max_s = time.process_time() + MINIMISE_CPU_S
+        cpu_max_s = time.process_time() + MINIMISE_CPU_S * self._trial.minimises
         short = shortest(
             self._suite,
             original,

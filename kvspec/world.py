@@ -37,6 +37,7 @@ OFFLOADING_EVENTS = {
     "ARC eviction": "the ARC policy gave up a chunk",
     "store refused": "the CPU tier had no room for a store: all of it was pinned",
     "kernel copy": "a load was done by a kernel instead of a copy engine",
+    "prompts only": "the connector stored the blocks of prompts only, not what the model said",
 }
 """What only OffloadingConnector does, or tells of."""
 

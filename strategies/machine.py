@@ -38,6 +38,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"groups": (FULL, AttentionGroup("sliding-window", reach=6))},
     {"groups": (AttentionGroup("sliding-window", reach=5), FULL)},
     {"groups": (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))},
+    {"groups": (FULL, AttentionGroup("sliding-window", block_size=8, reach=8))},
     {"groups": (FULL, FULL, AttentionGroup("sliding-window", reach=9))},
 )
 """Worlds of one rank, of tensor-parallel ranks, of context-parallel ones, and layers in several groups.

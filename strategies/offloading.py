@@ -10,7 +10,7 @@ from strategies.machine import FULL, SHAPES, Choices, OffloadMachine, setups
 SETUPS: Choices = {
     "shape": (*SHAPES, {"groups": (FULL, AttentionGroup("sliding-window", reach=8))}),
     "gpu_blocks": (7, 9, 12),
-    "cpu_blocks": (2, 4, 7, 16),
+    "cpu_blocks": (2, 4, 8, 16, 30),
     "step_tokens": (6, 16, 48),
     "running_max": (2, 4),
     "async_scheduling": (False, True),

@@ -25,13 +25,17 @@ T = TypeVar("T")
 SEEDS = st.integers(0, 2**32 - 1)
 PROMPTS = (
     (4, 1),
+    (8, 0),
     (8, 1),
     (9, 0),
+    (12, 0),
     (12, 1),
     (12, 5),
     (16, 0),
     (16, 1),
+    (20, 0),
     (20, 1),
+    (24, 0),
     (24, 1),
     (28, 3),
     (0, 6),
@@ -62,7 +66,7 @@ class Mix:
 _SOME = (0, 1, 1, 3)
 MIXES: dict[str, tuple[Any, ...]] = {
     "add": (2, 4, 6),
-    "again": _SOME,
+    "again": (0, 1, 3, 6),
     "onward": _SOME,
     "step": (4, 8, 12),
     "abort": _SOME,

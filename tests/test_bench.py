@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvspec.bench import NO_RELEASE, NOT_BUILT, Case, Row, load_cases, why_not
+from kvspec.bench import NO_RELEASE, NOT_BUILT, SHORTENED_SEEDS, Case, Row, load_cases, why_not
 from kvspec.cli import main
 from kvspec.events import Counts, Effort
 from kvspec.findings import Key
@@ -104,6 +104,28 @@ def test_what_is_not_found_fails_and_says_how_far_it_got(bench: Bench) -> None:
     assert re.search(
         r"nothing_is_wrong: \d+ histories of 2 seeds, what is required reached, and DOOR-1 unbroken", output
     )
+
+
+def test_silence_has_a_budget_of_its_own(bench: Bench) -> None:
+    status, output = bench("--case", "the_door_is_left_shut", "--budget", "30s", "--silent-budget", "0.2s")
+    assert status == 0
+    assert len(re.findall(r"silent for 0\.\d CPU-s", output)) == 2
+    text = Path("out/bench.md").read_text()
+    assert "30 CPU-s per seed to find, 0.2 to be silent" in text
+    assert "kvspec bench --seeds 2 --budget 30s --silent-budget 0.2s" in text
+    status, output = bench("--resume", "--budget", "30s")
+    assert status == 2
+    assert "had a budget of 0.2 CPU-s to be silent" in output
+
+
+def test_only_the_first_seeds_are_minimised(bench: Bench) -> None:
+    bench("--case", "the_door_is_left_shut", "--seeds", str(SHORTENED_SEEDS + 1))
+    found = {row.seed: row for row in rows() if row.side == "bad"}
+    assert [found[seed].ops for seed in range(SHORTENED_SEEDS)] == [1] * SHORTENED_SEEDS
+    assert found[SHORTENED_SEEDS].ops == 0
+    assert found[SHORTENED_SEEDS].ops_first > 0
+    (figures,) = re.findall(r"\| the_door_is_left_shut \|.*", Path("out/bench.md").read_text())
+    assert figures.split(" | ")[10] == "1"
 
 
 def test_both_reports_have_every_case_and_nothing_from_elsewhere(bench: Bench) -> None:

@@ -141,7 +141,7 @@ TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
             schedule(0),
         ],
     ),
-    "core-external-evicts-hits": (
+    "core-external-evicts-local-hit": (
         o.CacheSetup((FULL, window(100)), blocks=7),
         [arrive(2, 0), schedule(0), FINISH, arrive(0, 4, 1), schedule(0), FINISH, arrive(2, 4, 1), schedule(0, 1, 2)],
     ),

@@ -214,7 +214,7 @@ class CachePair:
         shows = {
             "core-passed-state-registered": self.has_align and computed > len(request.text.tokens),
             "core-states-over-allocated": self._over_allocated(request, computed),
-            "core-external-evicts-hits": len(self.setup.groups) > 1 and hit and hit.tokens > 0 and external > 0,
+            "core-external-evicts-local-hit": len(self.setup.groups) > 1 and hit and hit.tokens > 0 and external > 0,
         }
         return any(shows[issue] for issue in self.avoid & shows.keys())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvspec.equality.compare import Names, Refused, avoided
 from kvspec.equality.tier import compare_tiers
@@ -39,6 +39,16 @@ class Offer:
     """Those that are to be stored; None if the offer was refused."""
 
 
+class Search(NamedTuple):
+    """What a group of the model has found of some keys."""
+
+    keys: list[Key]
+    found: int | None
+    """Keys up to the end of the hit; None to ask again."""
+    at_end: int
+    """Of a window, chunks that it needs besides those that it covers if the hit ends behind the last key."""
+
+
 class Known(Exception):
     """A known issue has made the two sides differ; from here on they can't be compared."""
 
@@ -67,7 +77,7 @@ class IndexPair:
             prompt_only=setup.prompt_only,
         )
         self.offers: list[Offer] = []
-        self.searches: list[tuple[list[Key], int | None]] = []
+        self.searches: list[Search] = []
         self.agreed: int | None = 0
         """What the groups agreed on in the last lookup that asked them."""
         self._watch_model()
@@ -222,7 +232,7 @@ class IndexPair:
     def _watched_search(self, search: Callable[..., int | None]) -> Callable[..., int | None]:
         def watched(keys: Sequence[Key], *more: int) -> int | None:
             found = search(keys, *more)
-            self.searches.append((list(keys), found))
+            self.searches.append(Search(list(keys), found, more[1] - more[0] if more else 0))
             return found
 
         return watched
@@ -252,11 +262,15 @@ class IndexPair:
         searches, self.searches = self.searches, []
         actual, self.real.searches = self.real.searches, []
         seen = {search.keys: search.found for search in reversed(actual)}
-        for keys, found in searches:
-            names = tuple(self._raws(keys))
-            if names in seen:
-                is_full = self.setup.groups[keys[0].group].kind is Kind.FULL if keys else True
-                agree("LOOKUP-3" if is_full else "LOOKUP-4", found, seen.pop(names))
+        for search in searches:
+            names = tuple(self._raws(search.keys))
+            if names not in seen:
+                continue
+            found = seen.pop(names)
+            if search.at_end and search.found != found and "offload-window-chunk-missed" in self.avoid:
+                raise Known("offload-window-chunk-missed")
+            is_full = not names or self.setup.groups[search.keys[0].group].kind is Kind.FULL
+            agree("LOOKUP-3" if is_full else "LOOKUP-4", search.found, found)
 
     def _lookup_clause(self, request: OffloadRequest, waits: bool, *answers: int | None) -> str:
         if waits or not request.reads_cache:
@@ -434,9 +448,13 @@ class IndexPair:
             raise Known("offload-reset-then-load")
         if call == "update_state_after_alloc":
             self._check_hits(*told)
+            self._check_window(*told)
         sizes = call == "build_connector_meta" and "offload-group-sizes-null" in self.avoid
         if sizes and self._stores_nulls(*told):
             raise Known("offload-group-sizes-null")
+        ends_job = call == "update_connector_output" and self.tier.resets > 0
+        if ends_job and "offload-window-after-reset" in self.avoid:
+            raise Known("offload-window-after-reset")
         if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
 
@@ -464,6 +482,14 @@ class IndexPair:
         blocks = [some[: local // group.block_tokens] for some, group in zip(found, self.setup.groups, strict=True)]
         if external and not all(map(all, blocks)) and "offload-external-evicts-hits" in self.avoid:
             raise Known("offload-external-evicts-hits")
+
+    def _check_window(self, name: str, rows: Rows, found: Sequence[Sequence[bool]], external: int) -> None:
+        """Raise Known if a hit ends inside a window's chunk: the window reaches into one more than it covers."""
+        end = self.requests[name].local + external
+        needed = [self.model.window_chunks(group, end) for group in range(len(self.setup.groups))]
+        covered = [self.model.window_chunks(group, 0) for group in range(len(self.setup.groups))]
+        if needed != covered and "offload-window-assert" in self.avoid:
+            raise Known("offload-window-assert")
 
     def _stores_nulls(self, seen: target.StepSeen) -> bool:
         """Whether a chunk that is stored in a step has a block that has left the window."""

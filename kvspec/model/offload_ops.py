@@ -6,6 +6,7 @@ are. So every op means something at every point of a history, and any op can be 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -153,7 +154,7 @@ def tier_setup(profile: Profile, *, slots: int, arc: int, avoids_known: int) -> 
     return TierSetup(slots, "arc" if arc > 0 else "lru", avoids_known=avoids(profile, avoids_known))
 
 
-TIER_SETUP_RANGES = {"slots": (1, 9), "arc": (0, 1), "avoids_known": (0, 7)}
+TIER_SETUP_RANGES = {"slots": (1, 9), "arc": (0, 1), "avoids_known": (0, 3)}
 
 
 class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="index"):
@@ -239,7 +240,7 @@ PARAMS: tuple[dict[str, Any] | None, ...] = (
 RANGES |= {
     Begin: {
         "shared": (0, 8),
-        "own": (0, 9),
+        "own": (-5, 9),
         "branch": (0, 2),
         "says": (1, 9),
         "params": (-8, len(PARAMS) - 1),
@@ -249,12 +250,12 @@ RANGES |= {
     EndTransfer: {"pick": _PICK},
     EndTransfers: {},
     AbortOne: {"pick": _PICK},
-    ResetAll: {"running": (-1, 1), "connector": (-1, 1)},
+    ResetAll: {"running": (-1, 2), "connector": (-3, 1)},
 }
 
-WEIGHTS |= {Begin: 20, MakeSteps: 36, EndTransfer: 8, EndTransfers: 12, AbortOne: 3, ResetAll: 4}
+WEIGHTS |= {Begin: 20, MakeSteps: 36, EndTransfer: 8, EndTransfers: 18, AbortOne: 3, ResetAll: 8}
 
-INDEX_FAMILIES = ("F", "FW", "W", "F2W", "FWW")
+INDEX_FAMILIES = ("F", "FW", "W", "F2W", "FW2", "FWW", "FWW2")
 """Kinds of attention, a letter for each group, and 2 where its blocks are twice as long."""
 
 
@@ -279,7 +280,7 @@ def index_setup(
     groups: list[Group] = []
     for index, letter in enumerate(letters):
         if letter == "2":
-            groups[-1] = Group(Kind.FULL, 8)
+            groups[-1] = replace(groups[-1], block_tokens=8)
         else:
             window = 2 + (reach + 5 * index) % 11
             groups.append(Group(Kind.FULL, 4) if letter == "F" else Group(Kind.SLIDING_WINDOW, 4, window))
@@ -301,12 +302,12 @@ INDEX_SETUP_RANGES = {
     "reach": (0, 10),
     "chunk_blocks": (1, 3),
     "gpu_blocks": (6, 20),
-    "slots": (1, 16),
+    "slots": (1, 24),
     "arc": (-2, 1),
     "step_tokens": (0, 3),
     "asynchronous": (-1, 1),
     "prompt_only": (-1, 1),
-    "avoids_known": (0, 7),
+    "avoids_known": (0, 3),
 }
 
 

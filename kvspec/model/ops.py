@@ -368,7 +368,7 @@ POOL_SETUP_RANGES = {
     "caching": (0, 6),
     "lookahead": (0, 6),
     "events": (0, 6),
-    "avoids_known": (0, 7),
+    "avoids_known": (0, 3),
 }
 
 INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")

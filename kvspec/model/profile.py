@@ -641,7 +641,7 @@ KNOWN_ISSUES = (
         "vllm#47728",
     ),
     KnownIssue(
-        "core-external-evicts-hits",
+        "core-external-evicts-local-hit",
         "ALLOC-6",
         "0.20.2",
         "0.24.0",
@@ -745,6 +745,22 @@ KNOWN_ISSUES = (
         "tests/test_offload_index.py",
     ),
     KnownIssue(
+        "offload-window-assert",
+        "ADMIT-1",
+        "0.21.0",
+        "0.27.1",
+        "A load whose end lies inside a window's chunk is refused: the window reaches into one block more.",
+        "vllm#48911",
+    ),
+    KnownIssue(
+        "offload-window-chunk-missed",
+        "LOOKUP-4",
+        "0.21.0",
+        "0.30.0",
+        "A hit that ends inside a window's chunk counts, though the chunk that the window reaches into isn't there.",
+        "tests/test_offload_index.py",
+    ),
+    KnownIssue(
         "offload-reset-keeps-jobs",
         "STORE-14",
         "0.22.1",
@@ -783,6 +799,14 @@ KNOWN_ISSUES = (
         "0.33.0",
         "A reset that preempts a request which loads again in the next step makes that step fail.",
         "tests/test_offload_index.py",
+    ),
+    KnownIssue(
+        "offload-window-after-reset",
+        "JOB-2",
+        "0.26.0",
+        None,
+        "After a reset a window's blocks are stored that are others' by then; a job that has one twice can't end.",
+        "tests/bugs/offloading_window_after_reset.py",
     ),
     KnownIssue(
         "offload-second-reset",

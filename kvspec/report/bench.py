@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from kvspec import __version__
-from kvspec.bench import NOT_BUILT, Bench, Case, Row, is_built, why_not
+from kvspec.bench import NOT_BUILT, SHORTENED_SEEDS, Bench, Case, Row, is_built, why_not
 from kvspec.defects import Defect
 from kvspec.events import ABLATIONS
 from kvspec.laws import LAWS
@@ -120,8 +120,8 @@ class Figures:
 
     @property
     def ops(self) -> list[int]:
-        """Ops after minimisation."""
-        return [row.ops for row in self.found]
+        """Ops after minimisation, of the seeds whose findings were minimised."""
+        return [row.ops for row in self.found if row.ops]
 
     def note(self) -> str:
         """Say how far it got where it wasn't found, and what was seen where it should be silent."""
@@ -361,6 +361,7 @@ def render(bench: Bench, template: str, command: str) -> str:
         "told_share": told_share,
         "all_times_s": all_times_s,
         "float_inf": math.inf,
+        "shortened_seeds": SHORTENED_SEEDS,
     }
     return environment.get_template(template).render(report=Report(bench), command=command, **helpers)
 

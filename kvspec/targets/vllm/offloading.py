@@ -327,6 +327,8 @@ class OffloadingTier:
         events = _import_any("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
         self.events_name_groups = events is not None  # 0.24 and later
         self._names_requests = not hasattr(self._scheduler, "_jobs")  # up to 0.20 reports name requests, not jobs
+        if getattr(self._scheduler.config, "offload_prompt_only", False):  # 0.23 and later
+            probe.saw("prompts only")
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
             self._listen_to_forwards(self._ranks[rank.index], rank.memory)
