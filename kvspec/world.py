@@ -10,7 +10,7 @@ import hashlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -500,6 +500,7 @@ class World:
         """Step until the engine is idle and the device has run dry; a violation of PROGRESS-1 if it never is."""
         unchanged = 0
         before = ""
+        kept: Counter[str] = Counter()
         for _ in range(DRAIN_STEPS_MAX):
             self._adversary.yield_to(self._engine.actors)
             if not self._step():
@@ -507,18 +508,24 @@ class World:
             state = self._engine.state()
             unchanged = unchanged + 1 if state == before and not self._engine.device_pending() else 0
             before = state
-            if unchanged >= STALL_STEPS:
-                self._stuck(f"for {STALL_STEPS} steps nothing changes, and nothing is in flight")
+            kept = kept + Counter(self._engine.kept()) if unchanged else Counter()
+            if unchanged >= self._stall_steps():
+                self._stuck(f"for {unchanged} steps nothing changes, and nothing is in flight", kept)
                 return
-        self._stuck(f"not idle after {DRAIN_STEPS_MAX} steps")
+        self._stuck(f"not idle after {DRAIN_STEPS_MAX} steps", kept)
 
-    def _stuck(self, how: str) -> None:
+    def _stall_steps(self) -> int:
+        """Return after how many steps without any change of a request the engine is stuck. One that has none left may
+        still store all that its prefix cache has, a block every other step."""
+        return STALL_STEPS + (0 if self._engine.waiting_requests() else 2 * self._setup.gpu_blocks)
+
+    def _stuck(self, how: str, kept: Mapping[str, int]) -> None:
         requests = self._engine.waiting_requests()
         if requests:
             place = "several groups" if len(self._setup.groups) > 1 else ""
             self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
-            awake = sorted(name for name, count in self._engine.kept().items() if count)
+            awake = sorted(name for name, count in kept.items() if count)
             self._die(
                 laws.PROGRESS,
                 f"{how}; no request is left, and the engine goes on stepping",

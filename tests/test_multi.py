@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hunt import defects_of, hunt
+from msgspec.structs import replace
 
 from kvspec.defects import planted
-from kvspec.ops import BACKENDS, Add, EngineSetup, History, Op, Reset, Settle
+from kvspec.ops import BACKENDS, Abort, Add, AttentionGroup, EngineSetup, History, Op, Reset, Settle, Step
 from kvspec.targets import Target, load_target
 from kvspec.world import Outcome, run_history
 
@@ -54,3 +55,34 @@ def test_the_second_backend_loads_what_the_first_has_given_up(multi: Target) -> 
     outcome = run(multi, setup, Add("a", shared=17), Settle(), other, Settle(), Reset(), Add("b", shared=17), Settle())
     assert not outcome.violations
     assert outcome.reached["load by the second backend"] == 1
+
+
+def test_an_engine_that_still_stores_what_its_prefix_cache_has_is_not_stuck(multi: Target) -> None:
+    setup = EngineSetup(
+        backends=("offloading", "simple"),
+        lazy=True,
+        groups=(AttentionGroup(), AttentionGroup("sliding-window", block_size=8, reach=8)),
+        gpu_blocks=24,
+        cpu_blocks=8,
+        step_tokens=6,
+        running_max=2,
+        async_scheduling=True,
+    )
+    prompt = Add("f", shared=16, tail=1, max_tokens=2, trunk=2, branch=1)
+    ops = (
+        Add("a", shared=4, tail=1, max_tokens=1),
+        Add("b", continues="a", tail=1, max_tokens=3),
+        Add("c", continues="b", tail=5, max_tokens=1),
+        Abort("a"),
+        Abort("c"),
+        Add("d", continues="c", tail=5, max_tokens=1, salt=1),
+        Step(6, 56471),
+        Add("e", continues="a", tail=1, max_tokens=4, salt=1),
+        Step(1, 9388),
+        Step(3, 6773),
+        prompt,
+        Add("g", continues="f", tail=5, max_tokens=4),
+        *(replace(prompt, request=name) for name in "hijk"),
+    )
+    outcome = run_history(multi, History(multi.name, setup, ops, "random"))
+    assert not outcome.violations
