@@ -416,7 +416,7 @@ class World:
             self._reach("stop token")
         if self._engine.blocks_in_stores()[0]:
             self._reach("finish with stores in flight")
-        if self._engine.stores_eagerly and self._engine.cpu_shortages() == self._shortages[request]:
+        if self._engine.cpu_shortages() == self._shortages[request]:
             self._note_full_blocks(request)
 
     def _note_full_blocks(self, request: str) -> None:

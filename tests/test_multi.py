@@ -6,6 +6,7 @@ import pytest
 from hunt import defects_of, hunt
 
 from kvspec.defects import planted
+from kvspec.errors import SetupRefused
 from kvspec.ops import BACKENDS, Add, EngineSetup, History, Op, Reset, Settle
 from kvspec.targets import Target, load_target
 from kvspec.world import Outcome, run_history
@@ -46,6 +47,15 @@ def test_both_backends_store_a_prompt_and_the_first_one_loads_it(
     assert outcome.loads == 4
     assert outcome.reached["load by the first backend"] == 1
     assert outcome.reached["store by both backends"] or backends != ("offloading", "offloading")
+
+
+@pytest.mark.parametrize("name", ["vllm-simple", "vllm-offloading"])
+def test_backends_are_refused_where_there_is_one_connector(name: str, target: Target) -> None:
+    alone = load_target(f"{name}{target.name[len('vllm-simple') :]}")
+    setup = EngineSetup(backends=("offloading", "simple"))
+    assert "the target vllm-multi" in (alone.refusal(setup) or "")
+    with pytest.raises(SetupRefused, match="the target vllm-multi"):
+        run(alone, setup)
 
 
 def test_the_second_backend_loads_what_the_first_has_given_up(multi: Target) -> None:

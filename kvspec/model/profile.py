@@ -779,10 +779,10 @@ KNOWN_ISSUES = (
     KnownIssue(
         "offload-reset-then-load",
         "FENCE-1",
-        "0.21.0",
+        "0.25.1",
         "0.33.0",
         "A reset that preempts a request which loads again in the next step makes that step fail.",
-        "tests/test_offload_index.py",
+        "tests/bugs/offloading_reset_and_load.py",
     ),
     KnownIssue(
         "offload-second-reset",

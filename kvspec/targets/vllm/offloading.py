@@ -306,7 +306,6 @@ class OffloadingTier:
     null_block: int | None = None
     polls_when_idle = True
     """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
-    stores_eagerly = False  # the model's clauses STORE-1 to STORE-15 say what it stores
     shortages = 0
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
@@ -561,6 +560,9 @@ class OffloadingTier:
         name = self._names.id
         ready = {key + _CHUNK: getattr(status, name) for key, status in self._chunks().items() if status.is_ready}
         return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
+
+    def keys_to_store(self, key: bytes) -> Iterable[bytes]:
+        return ()  # the model's clauses STORE-1 to STORE-15 say what it stores
 
     def _chunks(self) -> Mapping[bytes, Any]:
         policy = self._policy
