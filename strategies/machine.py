@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from msgspec import structs
+from packaging.version import Version
 
 from kvspec.ops import AttentionGroup, EngineSetup
 from kvspec.targets import Target
@@ -93,6 +94,9 @@ class OffloadMachine(RuleBasedStateMachine):
     """Bursts of traffic on one engine. A machine of a connector says which engines, and what must be reached."""
 
     REQUIRED: ClassVar[frozenset[str]] = frozenset()
+    """The events without which a run is hollow."""
+    SINCE: ClassVar[Mapping[str, str]] = {}
+    """Required event -> the first release that can reach it, if older ones that kvspec runs on can't."""
     SETUPS: ClassVar[Choices]
     setups: ClassVar[st.SearchStrategy[EngineSetup]]
     target: ClassVar[Target]
@@ -103,6 +107,12 @@ class OffloadMachine(RuleBasedStateMachine):
     """Ablation if false: no prompt is repeated or continued on purpose."""
 
     world: World | None = None
+
+    @classmethod
+    def required(cls, release: str) -> frozenset[str]:
+        """Return what a run must reach in a release of vLLM; in an unknown one (empty) everything."""
+        beyond = (event for event, first in cls.SINCE.items() if release and Version(release) < Version(first))
+        return cls.REQUIRED.difference(beyond)
 
     @initialize(data=st.data(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
     def start(self, data: st.DataObject, mix: Mix, adversary: str, seed: int) -> None:
