@@ -14,12 +14,12 @@ def _window(tokens: int) -> AttentionGroup:
 
 
 WINDOWS: tuple[dict[str, Any], ...] = (
-    {"groups": (FULL, _window(8))},
+    {"groups": (FULL, _window(8)), "ranks": 2},
     {"groups": (_window(8), FULL)},
-    {"groups": (FULL, _window(12))},
+    {"groups": (FULL, _window(12)), "ranks": 2},
     {"groups": (FULL, _window(16))},
-    {"groups": (FULL, _window(12), _window(6))},
-    {"groups": (FULL, FULL, _window(12))},
+    {"groups": (FULL, _window(12), _window(6)), "ranks": 2},
+    {"groups": (AttentionGroup(block_size=8), _window(12))},
 )
 """Windows of several chunks, so that a hit needs a row of them, and can have a part of that; also ones that are
 multiples of a chunk, as in most models."""
