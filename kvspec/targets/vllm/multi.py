@@ -25,6 +25,7 @@ from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe, Target
 from kvspec.targets.vllm import offloading, simple
+from kvspec.targets.vllm.config import new_engine_id
 from kvspec.targets.vllm.core import own_files
 from kvspec.targets.vllm.engine import VllmEngine, children
 from kvspec.targets.vllm.observe import ObservedEngine, Tier, Transfers
@@ -36,12 +37,17 @@ _TAGS = (b"first-backend", b"other-backend")
 
 
 def connector_config(setup: EngineSetup) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config``: the connectors in the order in which they are asked."""
+    """Return ``kv_connector_extra_config``: the connectors in the order in which they are asked.
+
+    Each has an id of its own. With the engine's, two OffloadingConnectors of 0.27.1 or 0.28.0 open one shared memory
+    file: v1/kv_offload/cpu/shared_offload_region.py, where workers don't unlink it before the engine ends.
+    """
     return {
         "connectors": [
             {
                 "kv_connector": _BACKENDS[backend].CONNECTOR,
                 "kv_role": "kv_both",
+                "engine_id": new_engine_id(),
                 "kv_connector_extra_config": _BACKENDS[backend].connector_config(of_backend(setup, i)),
             }
             for i, backend in enumerate(setup.backends)

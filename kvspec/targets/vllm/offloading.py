@@ -172,15 +172,11 @@ class OffloadingTarget:
         """Return what makes a shared region and remembers it.
 
         Several workers open the file before the first of them unlinks it; ours are made one after the other. So with
-        several ranks the file is there before the first, as if one more worker had won the race for it. Where workers
-        wait for each other before they unlink it (0.29 and later), a second connector of the engine has another file.
+        several ranks the file is there before the first, as if one more worker had won the race for it.
         """
 
         def make(*, engine_id: str, **more: Any) -> Any:
             device = current_device()
-            earlier = sum(other is device for other, _ in self._regions)
-            if earlier and "barrier" in more:
-                engine_id = f"{engine_id}-{earlier}"
             path = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
             if self._ranks > 1 and device.rank == 0:
                 chunks, chunk_bytes = more.get("num_chunks"), more.get("kv_bytes_per_chunk")
