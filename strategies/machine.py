@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from msgspec import structs
 from packaging.version import Version
 
-from kvspec.ops import AttentionGroup, EngineSetup
+from kvspec.ops import BACKENDS, AttentionGroup, EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
 from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
@@ -68,11 +68,16 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 
 def supported(setup: EngineSetup, target: Target) -> EngineSetup:
-    """Return the setup; if the target refuses it, with the other runner, or else with one rank and group."""
-    for candidate in (setup, structs.replace(setup, runner_v2=not setup.runner_v2)):
-        if not target.refusal(candidate):
-            return candidate
-    return structs.replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1, groups=(AttentionGroup(),))
+    """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
+    group."""
+    backends = BACKENDS[0] if setup.backends else ()
+    for candidate in (setup, structs.replace(setup, backends=backends)):
+        for runner_v2 in (candidate.runner_v2, not candidate.runner_v2):
+            with_runner = structs.replace(candidate, runner_v2=runner_v2)
+            if not target.refusal(with_runner):
+                return with_runner
+    alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
+    return structs.replace(setup, backends=backends, **alone)
 
 
 class Sink(Protocol):

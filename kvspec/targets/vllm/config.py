@@ -157,11 +157,6 @@ def _register_model() -> None:
     ModelRegistry.register_model("OPTForCausalLM", OPTForCausalLM)
 
 
-def new_engine_id() -> str:
-    """Return an id that no engine, and no other connector of an engine, has: shared memory is named after it."""
-    return f"kvspec-{os.getpid()}-{next(_engine_numbers)}"
-
-
 @functools.cache
 def _template() -> Any:
     """Return a ``VllmConfig`` of this process's vLLM for a two-layer model on one GPU."""
@@ -216,7 +211,7 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     parallel.prefill_context_parallel_size = setup.prefill_ranks
     parallel.cp_kv_cache_interleave_size = setup.interleave
     transfer = result.kv_transfer_config = copy.copy(result.kv_transfer_config)
-    transfer.engine_id = new_engine_id()
+    transfer.engine_id = f"kvspec-{os.getpid()}-{next(_engine_numbers)}"  # shared memory is named after it
     transfer.kv_connector = connector
     transfer.kv_connector_extra_config = connector_config
     result.kv_events_config = (

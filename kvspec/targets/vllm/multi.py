@@ -25,7 +25,6 @@ from kvspec.laws import PoolView
 from kvspec.ops import EngineSetup
 from kvspec.targets import CopiedBlock, Probe, Target
 from kvspec.targets.vllm import offloading, simple
-from kvspec.targets.vllm.config import new_engine_id
 from kvspec.targets.vllm.core import own_files
 from kvspec.targets.vllm.engine import VllmEngine, children
 from kvspec.targets.vllm.observe import ObservedEngine, Tier, Transfers
@@ -37,17 +36,12 @@ _TAGS = (b"first-backend", b"other-backend")
 
 
 def connector_config(setup: EngineSetup) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config``: the connectors in the order in which they are asked.
-
-    Each has an id of its own. With the engine's, two OffloadingConnectors of 0.27.1 or 0.28.0 open one shared memory
-    file: v1/kv_offload/cpu/shared_offload_region.py, where workers don't unlink it before the engine ends.
-    """
+    """Return ``kv_connector_extra_config``: the connectors in the order in which they are asked."""
     return {
         "connectors": [
             {
                 "kv_connector": _BACKENDS[backend].CONNECTOR,
                 "kv_role": "kv_both",
-                "engine_id": new_engine_id(),
                 "kv_connector_extra_config": _BACKENDS[backend].connector_config(of_backend(setup, i)),
             }
             for i, backend in enumerate(setup.backends)
@@ -81,6 +75,7 @@ class MultiTarget:
         """Say why either backend, or MultiConnector, can't run a setup; None if they can.
 
         Source: vLLM 0.21.0, multi_connector.py, which has no bind_gpu_block_pool; SimpleCPUOffload can't do without.
+        For two OffloadingConnectors see ``shares_one_region``: the second waits 30 s for the file to grow, and raises.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -88,6 +83,8 @@ class MultiTarget:
             return "MultiConnector needs two backends, and the setup names none"
         if "simple" in setup.backends and "bind_gpu_block_pool" not in MultiConnector.__dict__:
             return "up to 0.21 MultiConnector doesn't hand the GPU's block pool to SimpleCPUOffload"
+        if setup.backends == ("offloading", "offloading") and offloading.shares_one_region():
+            return "in this release two OffloadingConnectors of an engine open one shared memory file"
         targets: dict[str, Target] = {"simple": self._simple, "offloading": self._offloading}
         refusals = (targets[backend].refusal(of_backend(setup, i)) for i, backend in enumerate(setup.backends))
         return next((reason for reason in refusals if reason), None)
