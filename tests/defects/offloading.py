@@ -211,7 +211,7 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     removals_are_not_told: ("events", "EVENT-1", "No event says that a chunk was given up."),
     sizes_of_groups_are_named_in_reverse: (
         "groups",
-        "SHADOW-1",
+        "CRASH-1",
         "A load says of one group how many blocks another has.",
     ),
     a_window_is_looked_up_a_chunk_too_short: (
