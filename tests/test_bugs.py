@@ -66,6 +66,7 @@ SCRIPTS = {
     "offloading_reset_and_load.py": "0.32.0",
     "offloading_second_reset.py": "0.33.0",
     "offloading_silent_reset.py": "0.33.0",
+    "offloading_window_unaligned_hit.py": "0.33.0",
 }
 """Script -> a release that has its bug."""
 
