@@ -507,6 +507,13 @@ class Profile:
             },
         )
     )
+    passes_over_holes: bool = field(
+        metadata=_switch(
+            "A chunk isn't stored if a block of it has left the window that a hit would need.",
+            _OFFLOAD + "_build_store_jobs",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
 
 
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
