@@ -110,10 +110,16 @@ def prepare(name: str, progress: Callable[[str], releases.Progress] | None = Non
     if release is None:
         return Prepared(base, None, _environment(None))
     release = releases.canonical(release)
-    if ":" not in base and Version(release) < Version(releases.KNOWN_GOOD[0]):
-        raise KvspecError(f"{base} runs on vLLM {releases.KNOWN_GOOD[0]} and later, not on {release}.")
+    if ":" not in base and Version(release) < Version(first := _first_release(base)):
+        raise KvspecError(f"{base} runs on vLLM {first} and later, not on {release}.")
     path = str(releases.install(release, progress(release) if progress else None))
     return Prepared(f"{base}@{release}", path, _environment(path))
+
+
+def _first_release(target: str) -> str:
+    from kvspec.targets import FIRST_RELEASES
+
+    return FIRST_RELEASES.get(target, releases.KNOWN_GOOD[0])
 
 
 def _environment(release_path: str | None) -> dict[str, str]:

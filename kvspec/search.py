@@ -345,9 +345,10 @@ def _engine_suite(name: str) -> Suite:
 
     target = load_target(name)
     base = MACHINES[parse_target(name)[0]]
-    machine = type(base.__name__, (base,), {"target": target})
     # The first engine imports as much as the target; the budget is for histories.
     run_history(target, History(target=name, setup=first_setup(base.SETUPS), ops=()))
+    required = base.required(implementation_version(name))
+    machine = type(base.__name__, (base,), {"target": target, "REQUIRED": required})
     return Suite(machine=machine, run=lambda history: run_history(target, history), events=EVENTS)
 
 

@@ -332,8 +332,9 @@ class World:
         """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a window's blocks."""
         if self._setup.groups[group].kind == "full":
             return ""
-        chunk, after = self._setup.blocks_per_chunk, self._connector_reset
-        return f"{self._setup.groups[group].kind}, {chunk} blocks a chunk{', after a reset' if after else ''}"
+        after = ", after a reset" if self._connector_reset else ""
+        unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
+        return f"{self._setup.groups[group].kind}, {self._setup.blocks_per_chunk} blocks a chunk{after}{unequal}"
 
     def _bytes_are_wrong(
         self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]
@@ -417,7 +418,7 @@ class World:
             self._reach("stop token")
         if self._engine.blocks_in_stores()[0]:
             self._reach("finish with stores in flight")
-        if self._engine.stores_eagerly and self._engine.cpu_shortages() == self._shortages[request]:
+        if self._engine.cpu_shortages() == self._shortages[request]:
             self._note_full_blocks(request)
 
     def _note_full_blocks(self, request: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Protocol
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from msgspec import structs
+from packaging.version import Version
 
-from kvspec.ops import AttentionGroup, EngineSetup
+from kvspec.ops import BACKENDS, AttentionGroup, EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
 from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
@@ -68,11 +69,16 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 
 def supported(setup: EngineSetup, target: Target) -> EngineSetup:
-    """Return the setup; if the target refuses it, with the other runner, or else with one rank and group."""
-    for candidate in (setup, structs.replace(setup, runner_v2=not setup.runner_v2)):
-        if not target.refusal(candidate):
-            return candidate
-    return structs.replace(setup, decode_ranks=1, prefill_ranks=1, interleave=1, groups=(AttentionGroup(),))
+    """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
+    group."""
+    backends = BACKENDS[0] if setup.backends else ()
+    for candidate in (setup, structs.replace(setup, backends=backends)):
+        for runner_v2 in (candidate.runner_v2, not candidate.runner_v2):
+            with_runner = structs.replace(candidate, runner_v2=runner_v2)
+            if not target.refusal(with_runner):
+                return with_runner
+    alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
+    return structs.replace(setup, backends=backends, **alone)
 
 
 class Sink(Protocol):
@@ -94,6 +100,9 @@ class OffloadMachine(RuleBasedStateMachine):
     """Bursts of traffic on one engine. A machine of a connector says which engines, and what must be reached."""
 
     REQUIRED: ClassVar[frozenset[str]] = frozenset()
+    """The events without which a run is hollow."""
+    SINCE: ClassVar[Mapping[str, str]] = {}
+    """Required event -> the first release that can reach it, if older ones that kvspec runs on can't."""
     SETUPS: ClassVar[Choices]
     setups: ClassVar[st.SearchStrategy[EngineSetup]]
     target: ClassVar[Target]
@@ -104,6 +113,12 @@ class OffloadMachine(RuleBasedStateMachine):
     """Ablation if false: no prompt is repeated or continued on purpose."""
 
     world: World | None = None
+
+    @classmethod
+    def required(cls, release: str) -> frozenset[str]:
+        """Return what a run must reach in a release of vLLM; in an unknown one (empty) everything."""
+        beyond = (event for event, first in cls.SINCE.items() if release and Version(release) < Version(first))
+        return cls.REQUIRED.difference(beyond)
 
     @initialize(data=st.data(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
     def start(self, data: st.DataObject, mix: Mix, adversary: str, seed: int) -> None:

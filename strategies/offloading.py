@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from kvspec.ops import AttentionGroup
 from strategies.machine import FULL, SHAPES, Choices, OffloadMachine, setups
 
+
+def _window(tokens: int) -> AttentionGroup:
+    return AttentionGroup("sliding-window", reach=tokens)
+
+
+WINDOWS: tuple[dict[str, Any], ...] = (
+    {"groups": (FULL, _window(8)), "ranks": 2},
+    {"groups": (_window(8), FULL)},
+    {"groups": (FULL, _window(12)), "ranks": 2},
+    {"groups": (FULL, _window(16))},
+    {"groups": (FULL, _window(12), _window(6)), "ranks": 2},
+    {"groups": (AttentionGroup(block_size=8), _window(12))},
+)
+"""Windows of several chunks, so that a hit needs a row of them, and can have a part of that; also ones that are
+multiples of a chunk, as in most models."""
+
 SETUPS: Choices = {
-    "shape": (*SHAPES, {"groups": (FULL, AttentionGroup("sliding-window", reach=8))}),
+    "shape": (*SHAPES, *WINDOWS),
     "gpu_blocks": (7, 9, 12),
-    "cpu_blocks": (2, 4, 8, 16, 30),
+    "cpu_blocks": (3, 6, 10, 20),
     "step_tokens": (6, 16, 48),
     "running_max": (2, 4),
     "async_scheduling": (False, True),
@@ -21,7 +38,8 @@ SETUPS: Choices = {
     "eviction": ("lru", "arc"),
     "prompt_only": (False, True),
 }
-"""Small engines: few chunks, of one to four blocks; also a window that is a multiple of them, as in most models."""
+"""Small engines: few chunks, of one to four blocks. More than a third have several groups: loads of several groups are
+where most can go wrong, and a group's blocks depend on those of the others."""
 
 
 class OffloadingMachine(OffloadMachine):
@@ -42,6 +60,7 @@ class OffloadingMachine(OffloadMachine):
             "ARC eviction",
             "store refused",
             "kernel copy",
+            "prompts only",
             "deferred lookup",
             "chunk behind a local hit",
             "preemption",
@@ -66,3 +85,9 @@ class OffloadingMachine(OffloadMachine):
             "step without a forward",
         }
     )
+    SINCE: ClassVar[Mapping[str, str]] = {
+        "several groups": "0.21.0",  # before, the connector isn't one for hybrid memory (SupportsHMA)
+        "context parallelism": "0.21.0",  # before, it doesn't count the ranks that share a block
+        "kernel copy": "0.23.0",  # before, there is no v1/kv_offload/cpu/swap_blocks_triton.py
+        "prompts only": "0.23.0",  # before, there is no offload_prompt_only
+    }

@@ -174,8 +174,8 @@ class Traffic:
         return rng.choice(self._adds[-4:]) if self._adds else None
 
     def _abort(self, rng: random.Random) -> Op | None:
-        """Abort a request; one that is loading, if there is one, every other time."""
-        live = (self._world.loading() if rng.random() < 0.5 else None) or self._world.live()
+        """Abort a request; one that is loading, if there is one, three times in four: loads are short."""
+        live = (self._world.loading() if rng.random() < 0.75 else None) or self._world.live()
         return Abort(rng.choice(live), in_step=rng.random() < 0.4) if live else None
 
     def _on_live(self, rng: random.Random, make: Callable[[str], Op]) -> Op | None:

@@ -60,20 +60,23 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
     assert case.law not in laws_broken(history, case.fixed)
 
 
-SCRIPTS = [
-    "core_victim_of_its_own_step.py",
-    "lazy_offload_never_idles.py",
-    "offloading_second_reset.py",
-    "offloading_silent_reset.py",
-]
+SCRIPTS = {
+    "core_victim_of_its_own_step.py": "0.33.0",
+    "lazy_offload_never_idles.py": "0.33.0",
+    "offloading_reset_and_load.py": "0.32.0",
+    "offloading_second_reset.py": "0.33.0",
+    "offloading_silent_reset.py": "0.33.0",
+    "offloading_window_unaligned_hit.py": "0.33.0",
+}
+"""Script -> a release that has its bug."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_script_shows_the_bug_on_plain_vllm(name: str) -> None:
+@pytest.mark.parametrize(("name", "release"), SCRIPTS.items(), ids=SCRIPTS)
+def test_the_script_shows_the_bug_on_plain_vllm(name: str, release: str) -> None:
     """The script imports nothing of kvspec; it is what a maintainer of vLLM would run."""
     assert "kvspec" not in (BUGS / "plain_vllm.py").read_text().partition('"""\n\n')[2]
-    environment = prepare("vllm-simple@0.33.0").environment | {"PYTHONPATH": str(releases.path("0.33.0"))}
+    environment = prepare(f"vllm-simple@{release}").environment | {"PYTHONPATH": str(releases.path(release))}
     environment.pop("PYTHONSAFEPATH")
     ran = subprocess.run([sys.executable, BUGS / name], env=environment, capture_output=True, text=True, check=False)
     assert "BUG" in ran.stderr, ran.stderr[-2000:]

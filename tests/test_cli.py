@@ -75,6 +75,7 @@ def test_the_version_is_told(kvspec: Run) -> None:
         (["replay", "core.json", "--target", "vllm-offload-index"], "core.json is a history of level core"),
         (["replay", "core.json", "--target", "toy:suite"], "core.json is a history of level core"),
         (["gate", "--target", "vllm-simple@0.19.1"], "runs on vLLM 0.20.2 and later, not on 0.19.1"),
+        (["gate", "--target", "vllm-multi@0.20.2"], "vllm-multi runs on vLLM 0.22.1 and later, not on 0.20.2"),
         (["replay", "missing.json"], "'missing.json' does not exist"),
         (["replay", "."], "can't be read as a finding"),
         (["replay", "bad.json"], "bad.json can't be read: not a history"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hunt import defects_of, hunt
 from msgspec.structs import replace
 
 from kvspec.defects import planted
+from kvspec.errors import SetupRefused
 from kvspec.ops import BACKENDS, Abort, Add, AttentionGroup, EngineSetup, History, Op, Reset, Settle, Step
 from kvspec.targets import Target, load_target
 from kvspec.world import Outcome, run_history
+from strategies.machine import setup_of, supported
+from strategies.multi import SETUPS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
@@ -47,6 +52,31 @@ def test_both_backends_store_a_prompt_and_the_first_one_loads_it(
     assert outcome.loads == 4
     assert outcome.reached["load by the first backend"] == 1
     assert outcome.reached["store by both backends"] or backends != ("offloading", "offloading")
+
+
+def test_an_engine_is_drawn_that_the_release_runs(multi: Target) -> None:
+    """Whatever is drawn, and whichever of the drawn values the release refuses."""
+    for shape, backends, runner_v2, chunk in product(SETUPS["shape"], BACKENDS, (False, True), (1, 3)):
+        drawn = setup_of(shape=shape, backends=backends, runner_v2=runner_v2, blocks_per_chunk=chunk)
+        assert not multi.refusal(supported(drawn, multi))
+
+
+def test_two_connectors_that_would_open_one_shared_memory_file_are_refused(
+    multi: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = EngineSetup(backends=("offloading", "offloading"))
+    monkeypatch.setattr("kvspec.targets.vllm.offloading.shares_one_region", lambda: True)
+    assert "one shared memory file" in (multi.refusal(two) or "")
+    assert supported(two, multi) == EngineSetup(backends=BACKENDS[0])
+
+
+@pytest.mark.parametrize("name", ["vllm-simple", "vllm-offloading"])
+def test_backends_are_refused_where_there_is_one_connector(name: str, target: Target) -> None:
+    alone = load_target(f"{name}{target.name[len('vllm-simple') :]}")
+    setup = EngineSetup(backends=("offloading", "simple"))
+    assert "the target vllm-multi" in (alone.refusal(setup) or "")
+    with pytest.raises(SetupRefused, match="the target vllm-multi"):
+        run(alone, setup)
 
 
 def test_the_second_backend_loads_what_the_first_has_given_up(multi: Target) -> None:

@@ -91,10 +91,7 @@ def test_a_tier_refuses_a_policy_that_it_does_not_know() -> None:
 # Known issues ---------------------------------------------------------------------------------------------------------
 
 ISSUES = [issue for issue in KNOWN_ISSUES if issue.id.startswith("offload-")]
-ENTANGLED = {
-    "offload-second-reset": {"offload-reset-keeps-jobs"},
-    "offload-reset-then-load": {"offload-readmit-with-store-in-flight"},
-}
+ENTANGLED = {"offload-second-reset": {"offload-reset-keeps-jobs"}}
 """What shows a known issue shows another one first, in releases that have both."""
 
 TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {

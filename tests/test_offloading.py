@@ -17,8 +17,10 @@ from kvspec.defects import planted
 from kvspec.device.adversary import FairAdversary, ReplayAdversary
 from kvspec.device.cuda_names import use
 from kvspec.device.simulated import DeviceFault, SimulatedDevice
+from kvspec.known import known_as, load_known
 from kvspec.laws import LAWS
-from kvspec.ops import Add, EngineSetup, History, Op, Reset, Settle, Step
+from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Op, Reset, Settle, Step
+from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target, load_target
 from kvspec.world import EVENTS, Outcome, run_history
 
@@ -61,6 +63,22 @@ def test_the_clean_target_breaks_no_law(offloading: Target) -> None:
     catch = hunt(offloading, number=1, histories=CLEAN_HISTORIES, but_known=True)
     assert not catch.violations
     assert catch.histories == CLEAN_HISTORIES
+
+
+def test_wrong_bytes_of_a_window_beside_larger_blocks_are_the_known_issue_of_unaligned_hits(offloading: Target) -> None:
+    """Once the second chunk of the window is evicted, a hit of 8 tokens reads the block that the first one lacks."""
+    groups = (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=12))
+    setup = EngineSetup(groups=groups, blocks_per_chunk=2, gpu_blocks=14, cpu_blocks=5)
+    if reason := offloading.refusal(setup):
+        pytest.skip(reason)
+    prompt = Add("A", shared=16, tail=0)
+    again, other = Add("C", shared=16), Add("E", shared=16, trunk=1)
+    ops = (prompt, Add("B", continues="A"), Settle(), Reset(), again, Settle(), other, Settle(), Reset())
+    outcome = run(offloading, setup, *ops, Add("D", shared=16), Settle())
+    release, known = implementation_version(offloading.name), load_known()
+    issues = {v.law: known_as(known, violation_key(offloading.name, v), release) for v in outcome.violations}
+    assert issues.keys() >= {"INDEX-1", "SHADOW-1"}
+    assert {issue and issue.id for issue in issues.values()} == {"offloading-window-unaligned-hit"}
 
 
 def test_the_target_tells_only_of_events_that_are_listed() -> None:

@@ -698,6 +698,15 @@ def test_machines_require_events_that_exist(machine: str) -> None:
     assert EVENTS.keys() >= MACHINES[machine].REQUIRED
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_requires_of_a_release_what_it_can_reach_and_of_an_unknown_one_everything(machine: str) -> None:
+    chosen = MACHINES[machine]
+    assert chosen.required("") == chosen.required(KNOWN_GOOD[-1]) == chosen.REQUIRED >= chosen.SINCE.keys()
+    for event, first in chosen.SINCE.items():
+        assert event in chosen.required(first)
+        assert event not in chosen.required(KNOWN_GOOD[KNOWN_GOOD.index(first) - 1])
+
+
 # Setups ---------------------------------------------------------------------------------------------------------------
 
 ALL_SETUPS = [

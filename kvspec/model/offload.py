@@ -678,7 +678,7 @@ class Offloader:
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler._build_store_jobs.
-        Releases: all, the latter 0.30.0 and later.
+        Releases: all, the latter 0.33.0 and later (``Profile.passes_over_holes``).
         """
         first = chunk * self.chunk_blocks
         blocks = range(first, first + self.chunk_blocks)
@@ -692,7 +692,8 @@ class Offloader:
         if again and any(self._wanted(group, blocks, prompt_end)):
             return False
         wanted = self._wanted(group, blocks, self._horizon(request, group, chunks.stop))
-        return any(wanted) and not any(want and row[i] == NULL for want, i in zip(wanted, blocks, strict=True))
+        hole = any(want and row[i] == NULL for want, i in zip(wanted, blocks, strict=True))
+        return any(wanted) and not (hole and self.profile.passes_over_holes)
 
     @clause
     def _is_in_tail(self, group: int, chunk: int, end: int) -> bool:

@@ -507,6 +507,13 @@ class Profile:
             },
         )
     )
+    passes_over_holes: bool = field(
+        metadata=_switch(
+            "A chunk isn't stored if a block of it has left the window that a hit would need.",
+            _OFFLOAD + "_build_store_jobs",
+            {"0.20.2": False, "0.33.0": True},
+        )
+    )
 
 
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
@@ -795,10 +802,10 @@ KNOWN_ISSUES = (
     KnownIssue(
         "offload-reset-then-load",
         "FENCE-1",
-        "0.21.0",
+        "0.25.1",
         "0.33.0",
         "A reset that preempts a request which loads again in the next step makes that step fail.",
-        "tests/test_offload_index.py",
+        "tests/bugs/offloading_reset_and_load.py",
     ),
     KnownIssue(
         "offload-window-after-reset",

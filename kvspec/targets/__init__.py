@@ -47,6 +47,7 @@ class FullBlock(NamedTuple):
     """A block of a request that is full of computed tokens."""
 
     key: bytes
+    """Its key in the CPU tier."""
     stop: int
     """The position behind its last token."""
 
@@ -96,8 +97,6 @@ class Engine(Protocol):
     """Whether the engine keeps stepping until its transfers have ended."""
     cpu_null_block: int | None
     """The CPU block that no copy may touch, if there is one."""
-    stores_eagerly: bool
-    """Whether every block is stored in the CPU tier as soon as it is full, if there is room."""
     longest_request: int
     """Tokens, prompt and output, of the longest request that it can run."""
 
@@ -134,7 +133,7 @@ class Engine(Protocol):
 
     def full_blocks(self, request: str) -> list[FullBlock]:
         """Return those full blocks of a request that has just ended which can be hit on the GPU, and which attention
-        would read to go on.
+        would read to go on; for each tier that stores eagerly (as soon as a block is full, if there is room).
         """
 
     def confirmed_tokens(self, request: str) -> int:
@@ -193,6 +192,13 @@ TARGETS = {
     "vllm-core": "vLLM's block pool, KV cache manager and scheduler, beside the model",
     "vllm-offload-index": "OffloadingConnector's store index and CPU tier, beside the model",
 }
+
+
+FIRST_RELEASES = {"vllm-multi": "0.22.1"}
+"""Target -> the first release that it runs on, where that isn't the first that kvspec runs on.
+
+Before, MultiConnector doesn't hand the GPU's block pool to SimpleCPUOffload.
+"""
 
 
 def parse_target(name: str) -> tuple[str, str | None]:

@@ -59,6 +59,7 @@ class Engine:
         blocks_per_chunk=1,
         window=None,
         priority=False,
+        full_block_size=BLOCK_SIZE,
     ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -87,23 +88,25 @@ class Engine:
                     kv_connector_extra_config={
                         "cpu_bytes_to_use": cpu_blocks * (PAGE_BYTES if "Simple" in connector else 4096),
                         "lazy_offload": lazy,
-                        "block_size": blocks_per_chunk * BLOCK_SIZE,
+                        **chunk_size(blocks_per_chunk, full_block_size),
                     },
                 ),
                 kv_events_config=config.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
                 device_config=config.DeviceConfig(device="cpu"),
             )
         self.config.cache_config.num_gpu_blocks = gpu_blocks
-        common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
-        specs = [FullAttentionSpec(**common)]
+        common = {"head_size": 2, "dtype": torch.float16}
+        smaller = full_block_size // BLOCK_SIZE  # all pages are equal, so smaller blocks have more heads
+        specs = [FullAttentionSpec(block_size=full_block_size, num_kv_heads=1, **common)]
         if window:
-            specs.append(SlidingWindowSpec(sliding_window=window, **common))
+            specs.append(
+                SlidingWindowSpec(sliding_window=window, block_size=BLOCK_SIZE, num_kv_heads=smaller, **common)
+            )
         names = [f"layer{i}" for i in range(len(specs))]
-        size = gpu_blocks * PAGE_BYTES
+        page = smaller * PAGE_BYTES
+        size = gpu_blocks * page
         if "layers" in KVCacheTensor.__dataclass_fields__:
-            tensors = [
-                KVCacheTensor(size=size, layers=[name], layer_stride=size, block_stride=PAGE_BYTES) for name in names
-            ]
+            tensors = [KVCacheTensor(size=size, layers=[name], layer_stride=size, block_stride=page) for name in names]
         else:
             tensors = [KVCacheTensor(size=size, shared_by=names)]
         groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
@@ -160,6 +163,13 @@ class Engine:
                 kv_connector_worker_meta=report,
             ),
         )
+
+
+def chunk_size(blocks_per_chunk, full_block_size):
+    """Return the setting of OffloadingConnector that says how long a chunk is: in tokens, if blocks are equal."""
+    if full_block_size == BLOCK_SIZE:
+        return {"block_size": blocks_per_chunk * BLOCK_SIZE}
+    return {"blocks_per_chunk": blocks_per_chunk}
 
 
 def report_of(metadata):

@@ -235,6 +235,18 @@ def the_store_index_skips_a_chunk(patch: Patch) -> None:
     patch.setattr(state, "advance_stored_idx", advance)
 
 
+def a_window_further_left_is_a_chunk_too_short(patch: Patch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
+    real = config.get_sliding_window_size_in_chunks
+
+    def size(spec: Any, tokens: int) -> int | None:
+        chunks: int | None = real(spec, tokens)
+        return chunks and max(1, chunks - 1)
+
+    patch.setattr(config, "get_sliding_window_size_in_chunks", size)
+
+
 def a_refused_store_counts_as_stored(patch: Patch) -> None:
     owner = _connector().OffloadingConnectorScheduler
     real = owner._build_store_jobs
@@ -371,6 +383,13 @@ _OF_VLLM = dict(
             "index",
             the_store_index_skips_a_chunk,
             "The store index passes one chunk more than was offered, which is never stored.",
+        ),
+        _of_vllm(
+            "groups",
+            "LOOKUP-4",
+            "index",
+            a_window_further_left_is_a_chunk_too_short,
+            "Where the end of a window is no hit, one further left needs a chunk less than attention reads.",
         ),
         _of_vllm(
             "preemption",

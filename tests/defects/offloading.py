@@ -162,6 +162,30 @@ def loads_mix_up_groups(patch: Patch) -> None:
     patch.setattr(Worker, "submit_load", submit_load)
 
 
+def sizes_of_groups_are_named_in_reverse(patch: Patch) -> None:
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
+
+    real = Worker.submit_load
+
+    def submit_load(self: Any, job_id: int, source: Any, destination: Any, **more: Any) -> Any:
+        destination.group_sizes = destination.group_sizes[::-1]
+        return real(self, job_id, source, destination, **more)
+
+    patch.setattr(Worker, "submit_load", submit_load)
+
+
+def a_window_is_looked_up_a_chunk_too_short(patch: Patch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import GroupOffloadConfig as Group
+
+    real = Group.load_window_size_in_chunks
+
+    def load_window_size_in_chunks(self: Any, tokens: int) -> Any:
+        chunks = real(self, tokens)
+        return chunks and max(1, chunks - 1)
+
+    patch.setattr(Group, "load_window_size_in_chunks", load_window_size_in_chunks)
+
+
 _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     copies_do_not_wait_for_the_forward: ("ordering", "SHADOW-1", "Copies run beside the forward, and not after it."),
     loads_raise_at_their_end_from_the_second_on: ("index", "CRASH-1", "The end of a second load raises."),
@@ -185,6 +209,16 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     a_finished_load_keeps_its_pins: ("pinning", "RELEASE-1", "A load holds its chunks for ever."),
     reset_always_refuses: ("reset", "REFUSE-1", "The connector never drops its cache."),
     removals_are_not_told: ("events", "EVENT-1", "No event says that a chunk was given up."),
+    sizes_of_groups_are_named_in_reverse: (
+        "groups",
+        "CRASH-1",
+        "A load says of one group how many blocks another has.",
+    ),
+    a_window_is_looked_up_a_chunk_too_short: (
+        "groups",
+        "CRASH-1",
+        "A hit needs a chunk less of a window than attention reads.",
+    ),
     loads_mix_up_groups: ("groups", "SHADOW-1", "The blocks of one group are loaded from the chunks of another."),
 }
 """Plant -> kind, law, sentence."""

@@ -119,6 +119,8 @@ def refusal(setup: EngineSetup) -> str | None:
     (ParallelConfig) and config/vllm.py (_get_v1_model_runner_unsupported_features); v1/core/kv_cache_coordinator.py and
     v1/core/kv_cache_utils.py (get_kv_cache_groups) of both.
     """
+    if setup.backends:
+        return "backends are connectors of MultiConnector, which is the target vllm-multi"
     if setup.prefill_ranks > 1:
         shared = prefill_ranks_share_blocks()
         if setup.runner_v2 == shared:

@@ -50,9 +50,9 @@ def connector_config(setup: EngineSetup) -> dict[str, Any]:
 
 
 def of_backend(setup: EngineSetup, number: int) -> EngineSetup:
-    """Return the setup as one backend has it: the second has twice the CPU blocks, so that it keeps what the first
-    gives up."""
-    return replace(setup, cpu_blocks=setup.cpu_blocks * (number + 1))
+    """Return the setup as one backend has it, alone: the second has twice the CPU blocks, so that it keeps what the
+    first gives up."""
+    return replace(setup, cpu_blocks=setup.cpu_blocks * (number + 1), backends=())
 
 
 class MultiTarget:
@@ -75,6 +75,7 @@ class MultiTarget:
         """Say why either backend, or MultiConnector, can't run a setup; None if they can.
 
         Source: vLLM 0.21.0, multi_connector.py, which has no bind_gpu_block_pool; SimpleCPUOffload can't do without.
+        For two OffloadingConnectors see ``shares_one_region``: the second waits 30 s for the file to grow, and raises.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -82,8 +83,10 @@ class MultiTarget:
             return "MultiConnector needs two backends, and the setup names none"
         if "simple" in setup.backends and "bind_gpu_block_pool" not in MultiConnector.__dict__:
             return "up to 0.21 MultiConnector doesn't hand the GPU's block pool to SimpleCPUOffload"
+        if setup.backends == ("offloading", "offloading") and offloading.shares_one_region():
+            return "in this release two OffloadingConnectors of an engine open one shared memory file"
         targets: dict[str, Target] = {"simple": self._simple, "offloading": self._offloading}
-        refusals = (targets[backend].refusal(setup) for backend in dict.fromkeys(setup.backends))
+        refusals = (targets[backend].refusal(of_backend(setup, i)) for i, backend in enumerate(setup.backends))
         return next((reason for reason in refusals if reason), None)
 
     def start(self, setup: EngineSetup, adversary: Adversary, probe: Probe) -> ObservedEngine:
@@ -102,9 +105,6 @@ class MultiTarget:
 
 class MultiTier:
     """The CPU tiers of both backends, as one."""
-
-    stores_eagerly = False  # of SimpleCPUOffload it is asked where it is alone
-    shortages = 0
 
     def __init__(self, vllm: VllmEngine, probe: Probe, make_backend: Callable[[str, VllmEngine, Probe], Tier]) -> None:
         self._vllm = vllm
@@ -127,6 +127,11 @@ class MultiTier:
         self.null_block = nulls[0] if nulls else None
         for i, connector in enumerate(children(vllm.connector)):
             self._listen_to_events(i, connector)
+
+    @property
+    def shortages(self) -> int:
+        """How often a backend had no block left for another store."""
+        return sum(backend.shortages for backend in self._backends)
 
     def _listen_to_events(self, number: int, connector: Any) -> None:
         take = connector.take_events
@@ -227,6 +232,16 @@ class MultiTier:
             for tag, start, backend in zip(_TAGS, self._starts, self._backends, strict=True)
             for key, block in backend.index().items()
         }
+
+    def keys_to_store(self, key: bytes) -> Iterable[bytes]:
+        """Each backend is told of every request and every step, whichever of them loads.
+
+        Source: vLLM 0.22.1 and 0.33.0, multi_connector.py (update_state_after_alloc, build_connector_meta); up to 0.26
+        those that don't load are told of no blocks, and SimpleCPUOffload takes its blocks from the step.
+        """
+        return [
+            tag + own for tag, backend in zip(_TAGS, self._backends, strict=True) for own in backend.keys_to_store(key)
+        ]
 
     def tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
         i, own = _backend_of(key)

@@ -39,12 +39,12 @@ class Tier(Protocol):
     polls_when_idle: bool
     null_block: int | None
     """The CPU block that is never used, if there is one."""
-    stores_eagerly: bool
-    """Whether every block is stored as soon as it is full, if there is room."""
-    shortages: int
-    """How often no block was left for another store."""
     events_name_groups: bool
     """Whether CPU events say which attention group they are about."""
+
+    @property
+    def shortages(self) -> int:
+        """How often no block was left for another store."""
 
     def allocated(self, request: str, external_tokens: int) -> None:
         """The scheduler has allocated blocks for a request."""
@@ -69,6 +69,10 @@ class Tier(Protocol):
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
     def kept(self) -> Mapping[str, int]: ...
     def index(self) -> Mapping[bytes, int]: ...
+    def keys_to_store(self, key: bytes) -> Iterable[bytes]:
+        """Return the index keys that a GPU block must have here as soon as it is full, if there is room; none if the
+        connector doesn't store eagerly."""
+
     def tags(self, key: bytes, rank: int, block: int) -> np.ndarray: ...
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None: ...
     def describe_key(self, key: bytes) -> str: ...
@@ -98,7 +102,6 @@ class ObservedEngine:
         self.actors = self._vllm.actors
         self.polls_when_idle = self._tier.polls_when_idle
         self.cpu_null_block = self._tier.null_block
-        self.stores_eagerly = self._tier.stores_eagerly
         self.longest_request = longest_request(setup)
         self._connector = self._vllm.connector
         self._scheduler = self._vllm.scheduler
@@ -303,7 +306,8 @@ class ObservedEngine:
 
     def full_blocks(self, request: str) -> list[FullBlock]:
         stops = self._vllm.stops_of_full_blocks(request)
-        return [FullBlock(key, stops[key[-KEY_BYTES:]]) for key in self.gpu_index() if key[-KEY_BYTES:] in stops]
+        full = [(key, stops[key[-KEY_BYTES:]]) for key in self.gpu_index() if key[-KEY_BYTES:] in stops]
+        return [FullBlock(stored, stop) for key, stop in full for stored in self._tier.keys_to_store(key)]
 
     def confirmed_tokens(self, request: str) -> int:
         return self._confirmed.get(request, 0)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -148,6 +149,18 @@ def _import_any(*names: str) -> Any:
     return None
 
 
+def shares_one_region() -> bool:
+    """Whether all OffloadingConnectors of an engine open one shared memory file, as in 0.27.1 and 0.28.0.
+
+    Source: vLLM 0.28.0, v1/kv_offload/cpu/shared_offload_region.py: the file is named after the engine, and stays until
+    it ends. From 0.29.0 on workers wait for each other (a barrier) and unlink it.
+    """
+    from vllm.v1.kv_offload.cpu import shared_offload_region, spec
+
+    parameters = signature(shared_offload_region.SharedOffloadRegion).parameters
+    return hasattr(spec, "SharedOffloadRegion") and "barrier" not in parameters
+
+
 class OffloadingTarget:
     """The target ``vllm-offloading``, with or without a release."""
 
@@ -172,14 +185,14 @@ class OffloadingTarget:
         """Return what makes a shared region and remembers it.
 
         Several workers open the file before the first of them unlinks it; ours are made one after the other. So with
-        several ranks the file is there before the first, as if one more worker had won the race for it. Where workers
-        wait for each other before they unlink it (0.29 and later), a second connector of the engine has another file.
+        several ranks the file is there before the first, as if one more worker had won the race for it. A second
+        connector of the engine has another file.
         """
 
         def make(*, engine_id: str, **more: Any) -> Any:
             device = current_device()
             earlier = sum(other is device for other, _ in self._regions)
-            if earlier and "barrier" in more:
+            if earlier:
                 engine_id = f"{engine_id}-{earlier}"
             path = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
             if self._ranks > 1 and device.rank == 0:
@@ -306,7 +319,6 @@ class OffloadingTier:
     null_block: int | None = None
     polls_when_idle = True
     """Up to 0.20 a request isn't gone before it is stored; from 0.24 on the engine steps while there are jobs."""
-    stores_eagerly = False  # the model's clauses STORE-1 to STORE-15 say what it stores
     shortages = 0
 
     def __init__(self, vllm: VllmEngine, probe: Probe) -> None:
@@ -563,6 +575,9 @@ class OffloadingTier:
         name = self._names.id
         ready = {key + _CHUNK: getattr(status, name) for key, status in self._chunks().items() if status.is_ready}
         return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
+
+    def keys_to_store(self, key: bytes) -> Iterable[bytes]:
+        return ()  # the model's clauses STORE-1 to STORE-15 say what it stores
 
     def _chunks(self) -> Mapping[bytes, Any]:
         policy = self._policy

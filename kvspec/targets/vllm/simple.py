@@ -110,7 +110,6 @@ class SimpleOffloadTier:
         self._manager = vllm.connector.scheduler_manager
         self._pool = self._manager.cpu_block_pool
         self.polls_when_idle = "has_pending_push_work" in type(vllm.connector).__dict__  # 0.30 and later
-        self.stores_eagerly = not vllm.setup.lazy
         self.shortages = 0
         self._stores_due: Counter[int] = Counter()
         self._store_blocks: dict[int, tuple[list[int], list[int]]] = {}
@@ -192,6 +191,9 @@ class SimpleOffloadTier:
 
     def index(self) -> Mapping[bytes, int]:
         return index_of_pool(self._pool)
+
+    def keys_to_store(self, key: bytes) -> Iterable[bytes]:
+        return () if self._vllm.setup.lazy else (key,)
 
     def expected_tags(self, key: bytes, rank: int) -> np.ndarray | None:
         tags = self._vllm.tags_of_block(key)
