@@ -351,6 +351,13 @@ class Profile:
             {"0.20.2": False, "0.24.0": True},
         )
     )
+    lookahead_on_admission: bool = field(
+        metadata=_switch(
+            "The step that admits a request asks for slots for its draft model, too.",
+            "v1/core/sched/scheduler.py, Scheduler.schedule (effective_lookahead_tokens)",
+            {"0.20.2": False, "0.23.0": True},
+        )
+    )
     lookahead_hashes: bool = field(
         metadata=_switch(
             "A hash can cover some tokens after its block.",
