@@ -32,6 +32,7 @@ from kvspec.model import ops as o
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import PromptState, known_issues
+from kvspec.model.step_ops import EngineStep, ResetAll, StepSetup, Submit
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
 from strategies import equality
@@ -95,7 +96,7 @@ FINISH = o.Finish(0, deferred=0)
 INSIDE = o.CacheSetup((LARGE, Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4)
 """Hits can end in the middle of a block."""
 
-TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
+TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-double-release": (o.PoolSetup(), [o.Allocate(1), o.Touch(0, 1, held=1, null=0), o.Free(0, 2, 1, 0, null=0)]),
     "core-second-full-group-not-cut": (
         o.CacheSetup((FULL, LARGE, window(5)), blocks=60),
@@ -144,6 +145,10 @@ TRIGGERS: dict[str, tuple[o.PoolSetup | o.CacheSetup, list[Any]]] = {
     "core-external-evicts-hits": (
         o.CacheSetup((FULL, window(100)), blocks=7),
         [arrive(2, 0), schedule(0), FINISH, arrive(0, 4, 1), schedule(0), FINISH, arrive(2, 4, 1), schedule(0, 1, 2)],
+    ),
+    "core-stale-output": (
+        StepSetup(asynchronous=False, stages=2),
+        [Submit(says=2), EngineStep(), ResetAll(running=1), EngineStep()],
     ),
 }
 """Known issue -> the history that shows it."""

@@ -63,6 +63,10 @@ _DEFERRED: dict[str, tuple[Callable[[Any, Any, Arguments], Any], str]] = {
 """Method of a scheduler that defers the release of blocks -> what it means to the model, and its clause."""
 
 
+class _MetKnownIssue(Exception):
+    """A known issue has changed what follows: nothing is compared any more."""
+
+
 class StepPair:
     """A scheduler in its engine's step function; and the model of what it counts and of its KV cache manager, which
     are called along.
@@ -86,7 +90,7 @@ class StepPair:
         self.real = StepEngine(engine, setup.stages, setup.drafts, setup.draft_model, setup.defers)
         self.follower = StepFollower(self.real)
         self.steps = Steps(profile, drafts=setup.drafts, draft_model=setup.draft_model)
-        self._resets = False
+        self._resets = self._over = False
         scheduler = self.real.scheduler
         for owner, name, note in (
             (scheduler.kv_cache_manager, "allocate_slots", self._asked_for_slots),
@@ -116,22 +120,30 @@ class StepPair:
             self.steps.grant(name, arguments["num_new_tokens"])
 
     def _scheduled(self, arguments: Arguments, plan: Any) -> None:
-        tokens = plan.num_scheduled_tokens
-        admitted = [name for name in tokens if self.steps.requests[name].waiting]
+        tokens, begins = plan.num_scheduled_tokens, self.real.begins(plan)
         for name in tokens:
-            progress = self.steps.requests[name]
-            if name in admitted:
+            progress, clause = self.steps.requests[name], "STEP-1"
+            if progress.waiting:
                 self.steps.admit(name, self.follower.hits[name])
+                clause = "STEP-3"
+            agree(clause, progress.computed, begins[name])
             agree("STEP-1", progress.granted, tokens[name])
             self.steps.schedule(name, len(plan.scheduled_spec_decode_tokens.get(name, ())))
         if tokens:
             self.follower.note_step(list(tokens))
-        for name in admitted:
-            agree("STEP-3", self.steps.requests[name].computed, self.real.computed(name))
         self._compare("STEP-1", "STEP-1")
 
     def _preempted(self, arguments: Arguments, result: None) -> None:
+        works = self.steps.requests[arguments["request"].request_id].works
+        self.reached["reset-in-flight"] += self._resets and bool(works)
+        if works and self._avoids_stale_output():
+            raise _MetKnownIssue
         self.steps.preempt(arguments["request"].request_id, drop=self._resets)
+
+    def _avoids_stale_output(self) -> bool:
+        avoids = "core-stale-output" in self.avoid
+        self.reached["known:core-stale-output"] += avoids
+        return avoids
 
     def _processed(self, arguments: Arguments, result: Any) -> None:
         output = arguments["model_runner_output"]
@@ -149,7 +161,7 @@ class StepPair:
 
     def _compare(self, computed: str, length: str) -> None:
         for name, progress in self.steps.requests.items():
-            agree(computed, progress.computed, self.real.computed(name))
+            agree("STEP-3" if progress.waiting else computed, progress.computed, self.real.computed(name))
             agree(length, progress.length, self.real.length(name))
             agree(computed, progress.in_flight, self.real.in_flight(name, progress.in_flight))
 
@@ -158,8 +170,15 @@ class StepPair:
         return self.real.state()
 
     def apply(self, op: StepOp) -> None:
-        """Apply an op. ClauseBroken if the model differs; whatever the engine raises goes through."""
-        _STEP_ARMS[type(op)](self, op)
+        """Apply an op. ClauseBroken if the model differs; whatever the engine raises goes through. Nothing happens
+        after a known issue whose consequences the model can't say.
+        """
+        if self._over:
+            return
+        try:
+            _STEP_ARMS[type(op)](self, op)
+        except _MetKnownIssue:
+            self._over = True
 
     def submit(self, op: Submit) -> None:
         tokens = [*range(op.shared), *(1000 * (self.submitted + 1) + i for i in range(op.tail))]
@@ -187,7 +206,9 @@ class StepPair:
             self._forget_ended()
 
     def reset(self, op: ResetAll) -> None:
-        in_flight = self.real.steps_in_flight() and any(one.works for one in self.steps.requests.values())
+        in_flight = any(progress.works for progress in self.steps.requests.values())
+        if op.running and in_flight and self._avoids_stale_output():
+            return
         self._resets = True
         try:
             done = self.real.reset(bool(op.running))
@@ -198,8 +219,7 @@ class StepPair:
         finally:
             self._resets = False
         self.reached["reset" if done else "reset-refused"] += 1
-        self.reached["reset-in-flight"] += bool(op.running and in_flight)
-        self._compare("STEP-3", "STEP-3")
+        self._compare("STEP-3", "STEP-4")
 
 
 _STEP_ARMS: dict[type, Callable[[StepPair, Any], None]] = {

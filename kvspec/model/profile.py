@@ -688,6 +688,14 @@ KNOWN_ISSUES = (
         "tests/bugs/core_states_over_allocated.py",
     ),
     KnownIssue(
+        "core-stale-output",
+        "STEP-4",
+        "0.20.2",
+        "0.27.1",
+        "What a step in flight says of a request that was preempted since is taken for what a later step says.",
+        "vllm#48245",
+    ),
+    KnownIssue(
         "offload-in-flight-is-a-miss",
         "TIER-1",
         "0.20.2",

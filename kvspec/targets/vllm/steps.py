@@ -76,6 +76,12 @@ class StepEngine:
         """Return how many steps have been dispatched and not been processed."""
         return len(self.core.batch_queue or ())
 
+    def begins(self, plan: Any) -> dict[str, int]:
+        """Return where workers are told to begin in each request that a step computes. Tokens."""
+        cached = plan.scheduled_cached_reqs
+        new = {request.req_id: request.num_computed_tokens for request in plan.scheduled_new_reqs}
+        return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
     def computed(self, name: str) -> int:
         """Return the tokens of a request that count as computed."""
         return int(self.scheduler.requests[name].num_computed_tokens)
