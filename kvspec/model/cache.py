@@ -65,6 +65,9 @@ class CacheManager:
             raise Unsupported("Mamba states that are cached after every block")
         self.layout = Layout(groups, profile, cp, unit)
         self.groups, self.spans = self.layout.groups, self.layout.spans
+        unequal = profile.caches_every_state_if_spans_are_equal and len(set(self.spans)) > 1
+        if caching and every_state and unequal:
+            raise Unsupported("Mamba states that are cached after every block, beside blocks that span other tokens")
         self.profile = profile
         self.caching = caching
         self.max_tokens = max_tokens

@@ -416,15 +416,19 @@ def cache_setup(
     avoided = avoids(profile, avoids_known)
     if avoided and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
-    spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
+    kinds = set(letters) - {"2"}
+    spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
+    replicates = "F" in kinds and kinds <= {"F", "M", "A"} and profile.cp_with_several_groups
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
-    every_state = profile.caches_every_state or "M" not in letters
+    caches = caching > 0 and (profile.caches_every_state or "M" not in letters)
+    if "M" in letters and caches and profile.caches_every_state_if_spans_are_equal:
+        replicates = False
     may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
     return CacheSetup(
         groups=tuple(groups),
         blocks=6 + blocks * len(groups) // block_tokens,
-        caching=caching > 0 and every_state,
-        decode=1 + (ranks & 1) if spreads and ranks > 0 else 1,
+        caching=caches,
+        decode=1 + (ranks & 1) if (spreads or replicates) and ranks > 0 else 1,
         prefill=1 + (ranks >> 1 & 1) if spreads and ranks > 0 else 1,
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),

@@ -226,6 +226,13 @@ class Profile:
             {"0.20.2": True, "0.33.0": False},
         )
     )
+    caches_every_state_if_spans_are_equal: bool = field(
+        metadata=_switch(
+            "They do so only if the blocks of all groups span equally many tokens, so not with context parallelism.",
+            "v1/core/kv_cache_utils.py, resolve_kv_cache_block_sizes",
+            {"0.20.2": False, "0.28.0": True},
+        )
+    )
     discounts_drafts: bool = field(
         metadata=_switch(
             "Before states are released, as many tokens as there are spare blocks are taken to be rejected.",

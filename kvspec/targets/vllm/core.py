@@ -490,7 +490,8 @@ class RealCache:
             block_pool=self.pool,
             kv_cache_spec=manager.kv_cache_spec,
             alignment_tokens=self.sizes.hit_tokens,
-            dcp_world_size=manager.dcp_world_size,
+            # States are on every rank, and several groups are looked up so; 0.26 to 0.30 note the size all the same.
+            dcp_world_size=1 if hasattr(manager.kv_cache_spec, "mamba_cache_mode") else manager.dcp_world_size,
             pcp_world_size=manager.pcp_world_size,
             **named,
         )
