@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from equalities import profile_of_target, shown
 
 from kvspec.defects import load_defects, planted
 from kvspec.equality.scaling import compare_scaling
-from kvspec.equality.world import difference
+from kvspec.equality.world import difference, replay
 from kvspec.history.minimise import minimise
 from kvspec.model import (
     CLAUSES,
@@ -62,6 +63,18 @@ def test_a_run_that_reaches_nothing_is_hollow(profile: Profile) -> None:
 
 def test_sizes_under_context_parallelism_agree(profile: Profile) -> None:
     assert compare_scaling(profile) > 1000
+
+
+@pytest.mark.parametrize("family", ["FA", "F2A2"])
+def test_states_on_every_rank_agree_beside_attention_that_is_spread(family: str, profile: Profile) -> None:
+    place, hits = o.FAMILIES.index(family), 0
+    for number in range(60):
+        random = Random(number)
+        setup = equality.draw_setup(random, "cache", profile, family=place, ranks=1, caching=1, avoids_known=1, eagle=0)
+        assert setup.decode == 1 + profile.cp_with_several_groups  # type: ignore[union-attr]
+        steps = equality.draw_ops(random, equality.draw_mix(random, "cache"), 60)
+        hits += replay(o.CoreHistory("vllm-core", setup, steps))["hit"]  # type: ignore[arg-type]
+    assert hits
 
 
 def test_a_difference_becomes_a_short_history_that_repeats(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,8 @@ class Registrar:
         """REG-3. With several groups, blocks after the last position at which a hit can end aren't
         registered, but for a draft model's proof.
 
+        Where hits are looked for inside blocks, none is left out.
+
         Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py,
         HybridKVCacheCoordinator.get_num_cacheable_tokens.
         Releases: 0.22.1 and later.
@@ -164,7 +166,7 @@ class Registrar:
         layout = self.layout
         if len(layout.groups) == 1 or not layout.profile.registers_aligned:
             return tokens
-        if layout.hit_tokens < layout.alignment:
+        if layout.ends_inside:
             return tokens
         aligned = tokens // layout.alignment * layout.alignment
         proof = layout.spans[index] if layout.drops[index] and aligned else 0
