@@ -6,6 +6,7 @@ It runs against the vLLM that is importable, else against the newest release tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -233,6 +234,7 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-3": lambda profile: profile.registers_aligned,
     "REG-4": lambda profile: profile.retention,
     "REG-5": lambda profile: profile.registers_tails,
+    "REG-7": lambda profile: profile.registers_junctions,
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
     **dict.fromkeys(("SCALE-9", "HIT-8", "NEED-5", "ALLOC-9", "ALLOC-10", "STATE-4", "FREE-5"), hits_inside),
     "FREE-2": lambda profile: profile.deferred_frees,
@@ -251,11 +253,14 @@ def test_every_clause_has_a_defect() -> None:
 _COPIED = [arrive(3, 1), schedule(0, 12), o.NewStep(), schedule(0, 1), o.NewStep()]
 _HIT_INSIDE = [arrive(3, 1), schedule(0, 12), o.NewStep(), arrive(3, 1), schedule(1)]
 
+PARTS = o.CacheSetup((replace(LARGE, eagle=True), Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4, junctions=True)
+
 RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
     "REG-6": (
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
         [arrive(2, 1), schedule(0, 8), o.Evict(3, 1), schedule(0, 1)],
     ),
+    "REG-7": (PARTS, [arrive(2, 0), o.Arrive(tail=4, again=1), schedule(0, 8), schedule(1, 4)]),
     **dict.fromkeys(("HIT-8", "NEED-5", "ALLOC-9"), (INSIDE, _HIT_INSIDE)),
     **dict.fromkeys(("ALLOC-10", "STATE-4", "FREE-5"), (INSIDE, _COPIED)),
 }

@@ -42,6 +42,7 @@ class CacheManager:
         watermark: the share of the pool that is kept free on admission.
         interval: sparse retention, see ``worth_registering``; None for none.
         unit: tokens of a hash block; 0 for as many as possible.
+        junctions: whether states are registered where requests part.
         events: whether events are recorded.
     """
 
@@ -58,6 +59,7 @@ class CacheManager:
         watermark: float = 0.0,
         interval: int | None = None,
         unit: int = 0,
+        junctions: bool = False,
         events: bool = False,
     ) -> None:
         every_state = any(group.kind is Kind.MAMBA and not group.align for group in groups)
@@ -75,7 +77,7 @@ class CacheManager:
         self.watermark_blocks = int(watermark * num_blocks)
         self.pool = BlockPool(num_blocks, profile, self.layout.hash_tokens, caching=caching, events=events)
         self.finder = Finder(self.layout, self.pool)
-        self.registrar = Registrar(self.layout, self.pool, interval)
+        self.registrar = Registrar(self.layout, self.pool, interval, junctions)
         self.held: dict[str, Held] = {}
         self.copies: list[list[Copy]] = [[] for _ in groups]
         """Per group: what must be copied before the step runs."""

@@ -302,6 +302,14 @@ class Profile:
             },
         )
     )
+    registers_junctions: bool = field(
+        metadata=_switch(
+            "Mamba groups in align mode can be asked to register the state where a request parts from an earlier one.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.__init__ (enable_mamba_shared_prefix_checkpoint; in 0.30.0 "
+            "enable_mamba_fine_grained_prefix_cache)",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
     retains_shared_prefix: bool = field(
         metadata=_switch(
             "Sparse retention also keeps the position where two requests part; a lookup reports it.",

@@ -266,6 +266,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "REG-4": ("cache", without(R, "_boundaries", ())),
     "REG-5": ("cache", without(R, "_register_tail")),
     "REG-6": ("cache", without(R, "_register_prompt_state")),
+    "REG-7": ("cache", without(R, "_ends_at_junction", False)),
     "STATE-1": ("cache", changed(states, "states_needed", lambda f: lambda *a: f(*a) + 1)),
     "STATE-2": ("cache", changed(states, "extend_states", _keeps_spares_in_place)),
     "STATE-3": ("cache", without(states, "states_passed", ([], []))),
