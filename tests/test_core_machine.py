@@ -52,7 +52,7 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize("level", ["pool", "cache"])
 def test_model_and_implementation_agree_on_everything_that_can_be_seen(level: str, profile: Profile) -> None:
-    tally = equality.run(level, 12_000, seed=7)
+    tally = equality.run(level, 12_000, seed=8)
     assert not tally.findings, tally.findings[0].message
     assert not equality.hollow(tally, level, profile)
 

@@ -150,7 +150,7 @@ class Steps:
         """STEP-5. A draft model with a forward of its own writes behind the step's tokens: each step asks for slots for
         its drafts besides. Tokens.
 
-        Source: vLLM 0.33.0, config/vllm.py, VllmConfig.num_lookahead_tokens; v1/core/sched/scheduler.py, schedule.
+        Source: vLLM 0.33.0, v1/core/sched/scheduler.py, Scheduler.schedule; config/vllm.py, num_lookahead_tokens.
         Releases: all; from 0.23.0 on the step that admits a request, too.
         """
         admits = self.requests[name].waiting
