@@ -266,7 +266,7 @@ def known(known_file: Path | None) -> None:
       id = "simple-example"
       title = "One sentence: what goes wrong."
       reference = "vllm#12345"             or the path of a script
-      target = "vllm-simple"
+      target = "vllm-simple"               or several: ["vllm-simple", "vllm-multi"]
       law = "SHADOW-1"                     as the finding says; patterns such as "SHADOW-*" work
       op = "step"                          optional, like the lines below
       frame = "v1/core/block_pool.py:*"
@@ -283,7 +283,8 @@ def known(known_file: Path | None) -> None:
     for issue in issues:
         covered = issue.releases if isinstance(issue.releases, str) else ", ".join(issue.releases)
         click.echo(f"{issue.id}  ({issue.reference})  {issue.title}")
-        click.echo(f"    {issue.target} {covered or 'all releases'}: {issue.law}, op {issue.op}, frame {issue.frame}")
+        where = f"{', '.join(issue.targets)} {covered or 'all releases'}"
+        click.echo(f"    {where}: {issue.law}, op {issue.op}, frame {issue.frame}")
 
 
 @cli.command()

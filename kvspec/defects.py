@@ -39,7 +39,7 @@ class Defect:
     """What goes wrong, in one sentence."""
     plant: Callable[[Patch], None]
     level: str = ""
-    """Of an equality: what has to run: ``pool``, ``cache``, ``scaling``, ``tier`` or ``index``."""
+    """Of an equality: what has to run: ``pool``, ``cache``, ``scheduler``, ``scaling``, ``tier`` or ``index``."""
     in_model: bool = False
     """It changes the model's side of an equality instead of the implementation."""
 

@@ -26,8 +26,8 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     title: str
     reference: str
     """An issue number, ``vllm#45704``, or the path of a script; no URL."""
-    target: str
-    """Without a release."""
+    target: str | list[str]
+    """Or several, without a release."""
     law: str
     op: str = "*"
     frame: str = "*"
@@ -36,22 +36,29 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, for what can't be meant."""
-        for field in ("id", "title", "reference", "target", "law", "op", "frame"):
+        for field in ("id", "title", "reference", "law", "op", "frame"):
             if not getattr(self, field).strip():
                 raise ValueError(f"field {field!r} is empty")
+        if not all(target.strip() for target in self.targets) or not self.targets:
+            raise ValueError("field 'target' is empty")
         if "://" in self.reference:
             raise ValueError("field 'reference' is a URL; write it as vllm#12345, or as the path of a script")
-        if "@" in self.target:
+        if any("@" in target for target in self.targets):
             raise ValueError("field 'target' has a release; put that into 'releases'")
         try:
             self.covers("0")
         except (InvalidSpecifier, InvalidVersion) as error:
             raise ValueError(f"field 'releases': {error}") from error
 
+    @property
+    def targets(self) -> list[str]:
+        """Return the names of the targets that have it."""
+        return [self.target] if isinstance(self.target, str) else self.target
+
     def matches(self, key: Key, release: str) -> bool:
         """Whether a finding is this issue. An unknown release (empty) matches only an entry for all."""
         return (
-            key.target.partition("@")[0] == self.target
+            key.target.partition("@")[0] in self.targets
             and fnmatchcase(key.law, self.law)
             and fnmatchcase(key.op, self.op)
             and fnmatchcase(key.frame, self.frame)

@@ -74,6 +74,7 @@ class CachePair:
             watermark=setup.watermark_percent / 100,
             interval=interval,
             unit=setup.unit,
+            junctions=setup.junctions,
             events=True,
         )
         self.calls: list[target.Call] = []
@@ -95,6 +96,7 @@ class CachePair:
             watermark=setup.watermark_percent / 100,
             interval=interval,
             unit=setup.unit,
+            junctions=setup.junctions,
         )
         agree("SCALE-1", self.model.spans, self.real.sizes.spans)
         agree("SCALE-3", self.model.layout.alignment, self.real.sizes.alignment)
@@ -264,6 +266,8 @@ class CachePair:
         spans = [span for group, span in zip(self.model.groups, self.model.spans, strict=True) if group.align]
         if not (spans and stop):
             return new
+        if stop == 4:
+            return request.shared_prefix - computed if computed < request.shared_prefix < computed + new else new
         unit = spans[0] if stop == 1 else self.model.layout.hash_tokens
         end = min(computed + new, request.prompt_tokens - 1 if stop > 2 else computed + new) // unit * unit
         return end - computed if end > computed else new
@@ -319,11 +323,18 @@ class CachePair:
         agree("REG-2" if self.setup.interval < 0 else "REG-4", *full)
         tails = [[call[1:] for call in calls if call[0] == "tail"] for calls in (self.calls, self.real.calls)]
         for index, group in enumerate(self.model.groups):
-            agree("REG-6" if group.align else "REG-5", *([call for call in some if call[0] == index] for some in tails))
+            own = [[call for call in some if call[0] == index] for some in tails]
+            agree(self._clause_of_tails(live.model, index, own) if group.align else "REG-5", *own)
         self.calls.clear()
         self.real.calls.clear()
         if self.setup.caching:
             agree("NEED-2", set(map(self.names.of, self.model.registrar.fresh)), self.real.fresh())
+
+    def _clause_of_tails(self, request: Request, index: int, tails: list[list[target.Call]]) -> str:
+        """Return the clause that says where states are registered inside a prompt."""
+        parts = any(call[1] == request.shared_prefix for some in tails for call in some)
+        same = request.shared_prefix == self.model.registrar.prompt_state_end(request, index)
+        return "REG-7" if self.setup.junctions and parts and not same else "REG-6"
 
     def _excuse_states_registered_again(self, request: Request) -> None:
         """Take out of the implementation's calls what registers a state under the key that it has; the state counts as

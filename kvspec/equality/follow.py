@@ -7,6 +7,7 @@ engine makes. Engines with full-attention and sliding-window groups can be follo
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,9 @@ class Follower:
         self.calls: Counter[str] = Counter()
         """How often each method was followed."""
         self.broken: ClauseBroken | None = None
+        self.clauses = dict(_CLAUSES)
+        self.hits: dict[str, int] = {}
+        """Tokens that each request's last look-up has found."""
         self.names = Names()
         self.model = _model_of(manager)
         agree("SCALE-4", self.model.layout.hash_tokens, hash_tokens)
@@ -50,6 +54,7 @@ class Follower:
         method = getattr(owner, name)
         signature = inspect.signature(method)
 
+        @functools.wraps(method)
         def followed(*positional: Any, **named: Any) -> Any:
             if self._inside or self.broken:
                 return method(*positional, **named)
@@ -95,7 +100,7 @@ class Follower:
         return request
 
     def _compare(self, name: str, expect: Any, result: Any, arguments: Arguments) -> None:
-        clauses = _CLAUSES[name]
+        clauses = self.clauses[name]
         if name == "take_events":
             compare_events(self.names, expect, [target.raw_event(event) for event in result])
         else:
@@ -111,6 +116,7 @@ class Follower:
 
     def _lookup(self, request: Request, arguments: Arguments) -> Any:
         hit = self.model.lookup(request)
+        self.hits[request.name] = hit.tokens
         return hit if self.model.profile.retains_shared_prefix else hit[:2]
 
     def _allocate(self, request: Request, arguments: Arguments) -> Any:
@@ -180,23 +186,24 @@ _MANAGER_ARMS: dict[str, Arm] = {
 _POOL_ARMS: dict[str, Arm] = {"touch": Follower._touch, "free_blocks": Follower._free_blocks}
 
 
-def _all(clause: str, **other: str) -> dict[str, str]:
+def same(clause: str, **other: str) -> dict[str, str]:
+    """Return that every part of what can be seen belongs to one clause, but for the others."""
     return {"answer": clause, "queue": clause, "references": clause, "hashes": clause} | other
 
 
 _CLAUSES: dict[str, dict[str, str]] = {
-    "get_computed_blocks": _all("HIT-3", answer="HIT-4"),
-    "allocate_slots": _all("ALLOC-7", references="ALLOC-5", hashes="REG-1"),
-    "free": _all("FREE-1"),
-    "pop_blocks_for_free": _all("FREE-2"),
-    "cache_blocks": _all("REG-1"),
-    "remove_skipped_blocks": _all("WINDOW-2"),
-    "evict_blocks": _all("INDEX-5"),
-    "reset_prefix_cache": _all("RESET-1"),
-    "new_step_starts": _all("NEED-4"),
-    "take_events": _all("EVENT-1"),
-    "touch": _all("POOL-5"),
-    "free_blocks": _all("POOL-7", references="POOL-6"),
+    "get_computed_blocks": same("HIT-3", answer="HIT-4"),
+    "allocate_slots": same("ALLOC-7", references="ALLOC-5", hashes="REG-1"),
+    "free": same("FREE-1"),
+    "pop_blocks_for_free": same("FREE-2"),
+    "cache_blocks": same("REG-1"),
+    "remove_skipped_blocks": same("WINDOW-2"),
+    "evict_blocks": same("INDEX-5"),
+    "reset_prefix_cache": same("RESET-1"),
+    "new_step_starts": same("NEED-4"),
+    "take_events": same("EVENT-1"),
+    "touch": same("POOL-5"),
+    "free_blocks": same("POOL-7", references="POOL-6"),
 }
 """Method -> the clause that each part of what can be seen belongs to after it."""
 

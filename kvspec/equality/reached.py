@@ -32,6 +32,8 @@ CORE_EVENTS = {
     "preempted": "a request was preempted",
     "steps-overlap": "two steps were in flight between steps",
     "reset-in-flight": "running requests were preempted by a reset while a step was in flight",
+    "rejected": "a draft was rejected",
+    "stale": "a step in flight said something of a request that was preempted since",
     "deferred": "the release of blocks waited for a step in flight",
 }
 """What a run can reach -> what it is. A known issue that shortens or skips a step is counted as ``known:ID``."""
@@ -96,7 +98,13 @@ REQUIRED: Mapping[str, Mapping[str, Callable[[Profile], bool]]] = {
         "refused-by-reserve": lambda profile: profile.reserve,
         "deferred": lambda profile: profile.deferred_frees,
     },
-    "scheduler": _always("preempted", "reset", "reset-refused", "reset-in-flight", "steps-overlap"),
+    "scheduler": {
+        **_always("preempted", "reset", "reset-refused", "steps-overlap", "rejected"),
+        **dict.fromkeys(
+            {"reset-in-flight", "stale"}, lambda profile: "core-reset-in-flight-underflow" not in known_issues(profile.release)
+        ),
+        "deferred": lambda profile: profile.deferred_frees,
+    },
     "tier": {
         **_always("evicted", "refused", "passed", "pending", "pinned", "failed"),
         "reused": lambda profile: profile.tier_counts_requests,

@@ -43,7 +43,7 @@ class Pair(Protocol):
 _PAIRS: dict[type, Callable[..., Pair]] = {
     ops.PoolSetup: PoolPair,
     ops.CacheSetup: CachePair,
-    StepSetup: lambda setup, profile, avoid: StepPair(setup),
+    StepSetup: StepPair,
     offload_ops.TierSetup: TierPair,
     offload_ops.IndexSetup: IndexPair,
 }

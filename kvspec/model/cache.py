@@ -42,6 +42,7 @@ class CacheManager:
         watermark: the share of the pool that is kept free on admission.
         interval: sparse retention, see ``worth_registering``; None for none.
         unit: tokens of a hash block; 0 for as many as possible.
+        junctions: whether states are registered where requests part.
         events: whether events are recorded.
     """
 
@@ -58,6 +59,7 @@ class CacheManager:
         watermark: float = 0.0,
         interval: int | None = None,
         unit: int = 0,
+        junctions: bool = False,
         events: bool = False,
     ) -> None:
         every_state = any(group.kind is Kind.MAMBA and not group.align for group in groups)
@@ -65,6 +67,9 @@ class CacheManager:
             raise Unsupported("Mamba states that are cached after every block")
         self.layout = Layout(groups, profile, cp, unit)
         self.groups, self.spans = self.layout.groups, self.layout.spans
+        unequal = profile.caches_every_state_if_spans_are_equal and len(set(self.spans)) > 1
+        if caching and every_state and unequal:
+            raise Unsupported("Mamba states that are cached after every block, beside blocks that span other tokens")
         self.profile = profile
         self.caching = caching
         self.max_tokens = max_tokens
@@ -72,7 +77,7 @@ class CacheManager:
         self.watermark_blocks = int(watermark * num_blocks)
         self.pool = BlockPool(num_blocks, profile, self.layout.hash_tokens, caching=caching, events=events)
         self.finder = Finder(self.layout, self.pool)
-        self.registrar = Registrar(self.layout, self.pool, interval)
+        self.registrar = Registrar(self.layout, self.pool, interval, junctions)
         self.held: dict[str, Held] = {}
         self.copies: list[list[Copy]] = [[] for _ in groups]
         """Per group: what must be copied before the step runs."""

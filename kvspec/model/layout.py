@@ -9,6 +9,7 @@ from kvspec.model.profile import Profile
 from kvspec.model.scaling import (
     ContextParallel,
     alignment_tokens,
+    ends_inside,
     hash_tokens,
     hit_tokens,
     refuse_unsupported,
@@ -34,6 +35,8 @@ class Layout:
         self.alignment = alignment_tokens(groups, cp, profile)
         self.hash_tokens = hash_tokens(groups, cp, profile, unit)
         self.hit_tokens = hit_tokens(groups, cp, profile, self.hash_tokens)
+        self.ends_inside = ends_inside(groups, cp, profile, self.hash_tokens)
+        """Whether hits are looked for inside blocks; with context parallelism even if all blocks are one hash block."""
         self.mates = [
             [index for index, other in enumerate(groups) if other.layout() == group.layout()] for group in groups
         ]

@@ -222,6 +222,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Sparse retention, in units of the alignment; -1 for none."""
     unit: int = 0
     """Tokens of a hash block; 0 for as many as possible."""
+    junctions: bool = False
+    """Mamba states are asked for where a request parts from an earlier one."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
     avoids_known: bool = True
@@ -264,7 +266,7 @@ class Schedule(CoarseOp, frozen=True, tag="schedule"):
     """So many of its computed tokens are still in flight."""
     stop: int = 0
     """With a Mamba group in align mode the chunk ends at the end of a block (1), of a hash block (2), of one before the
-    prompt's last token (3), if it reaches that; else (0) anywhere.
+    prompt's last token (3), where the request parts from an earlier one (4), if it reaches that; else (0) anywhere.
     """
 
 
@@ -319,7 +321,7 @@ RANGES |= {
         "reserved": (-4, 3),
         "others_run": _BIT,
         "in_flight": (-6, 6),
-        "stop": (0, 3),
+        "stop": (0, 4),
     },
     Output: {"pick": _PICK, "tokens": (1, 3), "rejected": (-2, 2)},
     Preempt: {"pick": _PICK},
@@ -397,6 +399,7 @@ def cache_setup(
     watermark: int,
     interval: int,
     unit: int,
+    junctions: int,
     avoids_known: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
@@ -416,20 +419,25 @@ def cache_setup(
     avoided = avoids(profile, avoids_known)
     if avoided and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
-    spreads = set(letters) <= {"F", "2"} and (len(groups) == 1 or profile.cp_with_several_groups)
+    kinds = set(letters) - {"2"}
+    spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
+    replicates = "F" in kinds and kinds <= {"F", "M", "A"} and profile.cp_with_several_groups
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
-    every_state = profile.caches_every_state or "M" not in letters
+    caches = caching > 0 and (profile.caches_every_state or "M" not in letters)
+    if "M" in letters and caches and profile.caches_every_state_if_spans_are_equal:
+        replicates = False
     may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
     return CacheSetup(
         groups=tuple(groups),
         blocks=6 + blocks * len(groups) // block_tokens,
-        caching=caching > 0 and every_state,
-        decode=1 + (ranks & 1) if spreads and ranks > 0 else 1,
+        caching=caches,
+        decode=1 + (ranks & 1) if ranks > 0 and (spreads or (replicates and ranks < 2)) else 1,
         prefill=1 + (ranks >> 1 & 1) if spreads and ranks > 0 else 1,
         in_flight_tokens=8 << in_flight,
         watermark_percent=5 * max(0, watermark),
         interval=max(interval, -1) if sparse else -1,
         unit=(0, size, size, size // 2)[unit] if may_be_smaller else 0,
+        junctions=junctions > 0 and profile.registers_junctions and "A" in letters,
         eagle_fallback=eagle == 8 and "C" not in letters,
         avoids_known=avoided,
     )
@@ -447,6 +455,7 @@ CACHE_SETUP_RANGES = {
     "watermark": (-4, 2),
     "interval": (-3, 2),
     "unit": (0, 3),
+    "junctions": (0, 1),
     "avoids_known": (0, 3),
 }
 

@@ -226,6 +226,13 @@ class Profile:
             {"0.20.2": True, "0.33.0": False},
         )
     )
+    caches_every_state_if_spans_are_equal: bool = field(
+        metadata=_switch(
+            "They do so only if the blocks of all groups span equally many tokens, so not with context parallelism.",
+            "v1/core/kv_cache_utils.py, resolve_kv_cache_block_sizes",
+            {"0.20.2": False, "0.28.0": True},
+        )
+    )
     discounts_drafts: bool = field(
         metadata=_switch(
             "Before states are released, as many tokens as there are spare blocks are taken to be rejected.",
@@ -295,6 +302,14 @@ class Profile:
             },
         )
     )
+    registers_junctions: bool = field(
+        metadata=_switch(
+            "Mamba groups in align mode can be asked to register the state where a request parts from an earlier one.",
+            "v1/core/kv_cache_manager.py, KVCacheManager.__init__ (enable_mamba_shared_prefix_checkpoint; in 0.30.0 "
+            "enable_mamba_fine_grained_prefix_cache)",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
     retains_shared_prefix: bool = field(
         metadata=_switch(
             "Sparse retention also keeps the position where two requests part; a lookup reports it.",
@@ -349,6 +364,13 @@ class Profile:
             "Blocks that a step in flight may still write are released once its output has been processed.",
             "v1/core/sched/scheduler.py, Scheduler._free_request_blocks",
             {"0.20.2": False, "0.24.0": True},
+        )
+    )
+    lookahead_on_admission: bool = field(
+        metadata=_switch(
+            "The step that admits a request asks for slots for its draft model, too.",
+            "v1/core/sched/scheduler.py, Scheduler.schedule (effective_lookahead_tokens)",
+            {"0.20.2": False, "0.23.0": True},
         )
     )
     lookahead_hashes: bool = field(
@@ -686,6 +708,14 @@ KNOWN_ISSUES = (
         "0.23.0",
         "In align mode, a step that needs fewer blocks than rejected drafts left in the row raises AssertionError.",
         "tests/bugs/core_states_over_allocated.py",
+    ),
+    KnownIssue(
+        "core-reset-in-flight-underflow",
+        "STEP-4",
+        "0.20.2",
+        "0.27.1",
+        "What a step in flight says of a request that was preempted since is taken for what a later step says.",
+        "vllm#48245",
     ),
     KnownIssue(
         "offload-in-flight-is-a-miss",

@@ -1,7 +1,6 @@
 """What a request registers for others to find: which of its blocks, when, and for how many tokens.
 
-Not modelled: what ``groups`` and ``states`` leave out; multi-module drafting; blocks registered at a shared prefix's
-end inside a block (0.30.0 and later, only where it is asked for).
+Not modelled: what ``groups`` and ``states`` leave out; multi-module drafting.
 """
 
 from __future__ import annotations
@@ -39,12 +38,14 @@ class Registrar:
         layout: the groups.
         pool: their blocks.
         interval: sparse retention, see ``worth_registering``; None for none.
+        junctions: whether states are asked for where requests part, see ``_ends_at_junction``.
     """
 
-    def __init__(self, layout: Layout, pool: BlockPool, interval: int | None) -> None:
+    def __init__(self, layout: Layout, pool: BlockPool, interval: int | None, junctions: bool = False) -> None:
         self.layout = layout
         self.pool = pool
         self.interval = interval
+        self.junctions = junctions
         self.fresh: set[Key] = set()
         """What Mamba groups have registered in this step."""
 
@@ -121,7 +122,8 @@ class Registrar:
         Releases: 0.26.0 and later, differently (``Profile.prompt_state``).
         """
         span, row = self.layout.spans[index], held.rows[index]
-        if not (self.layout.groups[index].align and 0 < tokens == self._prompt_state_end(request, index)):
+        ends = tokens == self.prompt_state_end(request, index) or self._ends_at_junction(request, tokens)
+        if not (self.layout.groups[index].align and tokens > 0 and ends):
             return
         if self.layout.profile.prompt_state is not PromptState.ANYWHERE and tokens % span == 0:
             return
@@ -136,7 +138,22 @@ class Registrar:
             held.running[index].shared = place
             held.passed[index] = place
 
-    def _prompt_state_end(self, request: Request, index: int) -> int:
+    @clause
+    def _ends_at_junction(self, request: Request, tokens: int) -> bool:
+        """REG-7. Where it is asked for, a chunk of the prompt that ends where the request parts from an earlier one
+        registers its state too: others may part there.
+
+        Only with a draft model, and where hits are looked for inside blocks. Decoding never registers one: its state
+        changes in place.
+
+        Source: vLLM 0.33.0, v1/core/kv_cache_manager.py, KVCacheManager.__init__ (mamba_shared_prefix_checkpoint);
+        v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block.
+        Releases: 0.30.0 and later.
+        """
+        asked = self.junctions and self.layout.ends_inside and any(group.eagle for group in self.layout.groups)
+        return asked and tokens == request.shared_prefix and request.computed < tokens <= request.prompt_tokens
+
+    def prompt_state_end(self, request: Request, index: int) -> int:
         """Return where the state of a prompt is registered, in tokens; 0 for nowhere."""
         unit = self.layout.hash_tokens
         last = request.prompt_tokens // unit * unit
@@ -157,6 +174,8 @@ class Registrar:
         """REG-3. With several groups, blocks after the last position at which a hit can end aren't
         registered, but for a draft model's proof.
 
+        Where hits are looked for inside blocks, none is left out.
+
         Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py,
         HybridKVCacheCoordinator.get_num_cacheable_tokens.
         Releases: 0.22.1 and later.
@@ -164,7 +183,7 @@ class Registrar:
         layout = self.layout
         if len(layout.groups) == 1 or not layout.profile.registers_aligned:
             return tokens
-        if layout.hit_tokens < layout.alignment:
+        if layout.ends_inside:
             return tokens
         aligned = tokens // layout.alignment * layout.alignment
         proof = layout.spans[index] if layout.drops[index] and aligned else 0

@@ -114,6 +114,20 @@ def hash_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile, 
     return unit or largest
 
 
+def ends_inside(groups: Sequence[Group], cp: ContextParallel, profile: Profile, hash_tokens: int) -> bool:
+    """Return whether hits are looked for inside blocks, see ``hit_tokens``."""
+    least = hash_tokens if cp.decode > 1 and profile.hits_inside_with_cp else hash_tokens + 1
+    long = any(group.align and group.block_tokens >= least for group in groups)
+    if not (profile.hits_inside and long) or (cp.decode > 1 and not profile.hits_inside_with_cp):
+        return False
+    able = all(
+        group.kind in (Kind.FULL, Kind.MAMBA) or span_tokens(group, cp, profile) == hash_tokens for group in groups
+    )
+    if not able and not profile.hits_inside_if_all_can:
+        raise Unsupported("hits inside blocks with groups that can't be hit there")
+    return able
+
+
 @clause
 def hit_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile, hash_tokens: int) -> int:
     """SCALE-9. Where a Mamba group in align mode has blocks longer than a hash block, hits end at multiples of a hash
@@ -126,17 +140,8 @@ def hit_tokens(groups: Sequence[Group], cp: ContextParallel, profile: Profile, h
     Source: vLLM 0.33.0, v1/core/kv_cache_utils.py, partial_hash_hits_enabled.
     Releases: 0.26.0 and later; with decode context parallelism 0.29.0 and later.
     """
-    alignment = alignment_tokens(groups, cp, profile)
-    least = hash_tokens if cp.decode > 1 and profile.hits_inside_with_cp else hash_tokens + 1
-    long = any(group.align and group.block_tokens >= least for group in groups)
-    if not (profile.hits_inside and long) or (cp.decode > 1 and not profile.hits_inside_with_cp):
-        return alignment
-    able = all(
-        group.kind in (Kind.FULL, Kind.MAMBA) or span_tokens(group, cp, profile) == hash_tokens for group in groups
-    )
-    if not able and not profile.hits_inside_if_all_can:
-        raise Unsupported("hits inside blocks with groups that can't be hit there")
-    return hash_tokens if able else alignment
+    inside = ends_inside(groups, cp, profile, hash_tokens)
+    return hash_tokens if inside else alignment_tokens(groups, cp, profile)
 
 
 @clause

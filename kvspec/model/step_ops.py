@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvspec.model.coarse import CoarseOp, refuse_nonsense
+from kvspec.model.coarse import CoarseOp, avoids, refuse_nonsense
 from kvspec.model.profile import Profile
 
 _LIMITS = {
@@ -30,9 +30,13 @@ class StepSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Pipeline-parallel size: so many steps are in flight, one more with asynchronous scheduling where that works."""
     drafts: int = 0
     """Draft tokens of each step."""
+    draft_model: bool = False
+    """A draft model makes them, whose keys and values have slots of their own."""
+    defers: bool = False
+    """Blocks that a step in flight may still write are released after it, as for a connector that loads."""
     priority: bool = False
     avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way; there are none that this could meet."""
+    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
 
     def __post_init__(self) -> None:
         refuse_nonsense(self, _LIMITS)
@@ -89,6 +93,8 @@ def step_setup(
     asynchronous: int,
     stages: int,
     drafts: int,
+    draft_model: int,
+    defers: int,
     priority: int,
     avoids_known: int,
 ) -> StepSetup:
@@ -97,7 +103,6 @@ def step_setup(
     With several stages and synchronous scheduling there are no drafts: whether vLLM means to run them isn't known, and
     the executor here may propose them earlier than real workers would.
     """
-    del profile
     return StepSetup(
         blocks=(7, 9, 12, 20)[blocks],
         step_tokens=(6, 16, 48)[step_tokens],
@@ -105,8 +110,10 @@ def step_setup(
         asynchronous=asynchronous > 0,
         stages=(1, 2, 2, 3)[stages],
         drafts=(0, 0, 1, 3)[drafts] if asynchronous > 0 or not stages else 0,
+        draft_model=draft_model > 0,
+        defers=defers > 0 and profile.deferred_frees,
         priority=priority > 0,
-        avoids_known=avoids_known > 0,
+        avoids_known=avoids(profile, avoids_known),
     )
 
 
@@ -117,6 +124,8 @@ STEP_SETUP_RANGES = {
     "asynchronous": (-2, 4),
     "stages": (0, 3),
     "drafts": (0, 3),
+    "draft_model": (0, 1),
+    "defers": (0, 1),
     "priority": (-1, 1),
-    "avoids_known": (1, 1),
+    "avoids_known": (0, 7),
 }

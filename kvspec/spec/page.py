@@ -322,7 +322,7 @@ def _law(law: Law, facts: _Facts) -> LawPart:
         issues=[
             _known_of_gate(issue)
             for issue in load_known()
-            if issue.target not in EQUALITIES and fnmatchcase(law.id, issue.law)
+            if not set(issue.targets) & EQUALITIES.keys() and fnmatchcase(law.id, issue.law)
         ],
     )
 

@@ -6,6 +6,14 @@ draws histories knows of them.
 
 from __future__ import annotations
 
-from . import core, model, multi, offload_index, offloading, simple
+from . import core, model, multi, offload_index, offloading, simple, steps
 
-DEFECTS = simple.DEFECTS | offloading.DEFECTS | multi.DEFECTS | core.DEFECTS | model.DEFECTS | offload_index.DEFECTS
+DEFECTS = (
+    simple.DEFECTS
+    | offloading.DEFECTS
+    | multi.DEFECTS
+    | core.DEFECTS
+    | steps.DEFECTS
+    | model.DEFECTS
+    | offload_index.DEFECTS
+)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvspec.defects import Defect, Patch
-from kvspec.model import cache, deferred, groups, keys, layout, lookup, pool, registration, scaling, states
+from kvspec.model import cache, deferred, groups, keys, layout, lookup, pool, registration, scaling, states, steps
 from kvspec.model.pool import NULL
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -137,6 +137,22 @@ def _keeps_spares_in_place(original: Any) -> Any:
     return extend
 
 
+def _counts_one_less(original: Any) -> Any:
+    def schedule(self: Any, name: str, drafts: int) -> None:
+        original(self, name, drafts)
+        self.requests[name].computed -= 1
+
+    return schedule
+
+
+def _says_twice(original: Any) -> Any:
+    def process(self: Any, name: str, said: int) -> None:
+        original(self, name, said)
+        self.requests[name].length += said > 0
+
+    return process
+
+
 def _in_order(original: Any) -> Any:
     def free(self: Any, request: Any) -> None:
         held = self.held.pop(request.name, None)
@@ -147,7 +163,7 @@ def _in_order(original: Any) -> Any:
 
 
 P, C, D = pool.BlockPool, cache.CacheManager, deferred.DeferredFrees
-F, R = lookup.Finder, registration.Registrar
+F, R, S = lookup.Finder, registration.Registrar, steps.Steps
 UNMASKED = _only(lambda *a: a[4] is None, lambda original, *a: None)
 
 _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
@@ -250,10 +266,16 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "REG-4": ("cache", without(R, "_boundaries", ())),
     "REG-5": ("cache", without(R, "_register_tail")),
     "REG-6": ("cache", without(R, "_register_prompt_state")),
+    "REG-7": ("cache", without(R, "_ends_at_junction", False)),
     "STATE-1": ("cache", changed(states, "states_needed", lambda f: lambda *a: f(*a) + 1)),
     "STATE-2": ("cache", changed(states, "extend_states", _keeps_spares_in_place)),
     "STATE-3": ("cache", without(states, "states_passed", ([], []))),
     "STATE-4": ("cache", without(states, "leave_state")),
+    "STEP-1": ("scheduler", changed(S, "schedule", _counts_one_less)),
+    "STEP-2": ("scheduler", without(S, "take_back")),
+    "STEP-3": ("scheduler", changed(S, "admit", lambda f: lambda self, name, hit: f(self, name, 0))),
+    "STEP-4": ("scheduler", changed(S, "process", _says_twice)),
+    "STEP-5": ("scheduler", without(S, "lookahead", 0)),
     "FREE-1": ("cache", changed(C, "free", _in_order)),
     "FREE-2": ("cache", changed(C, "take", lambda f: lambda self, r: f(self, r)[::-1])),
     "FREE-3": ("cache", changed(D, "free", _always_at_once)),

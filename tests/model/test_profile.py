@@ -19,6 +19,7 @@ from kvspec.model import (
     registration,
     scaling,
     states,
+    steps,
     tiers,
 )
 from kvspec.model.profile import (
@@ -76,7 +77,7 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
-    found = (cache, deferred, groups, keys, lookup, offload, pool, registration, scaling, states, tiers)
+    found = (cache, deferred, groups, keys, lookup, offload, pool, registration, scaling, states, steps, tiers)
     modules = {module.__name__ for module in found}
     for clause in CLAUSES.values():
         assert clause.sentence.endswith((".", ")"))

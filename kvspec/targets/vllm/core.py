@@ -401,6 +401,7 @@ class RealCache:
         watermark: share of the pool.
         interval: sparse retention, tokens.
         unit: tokens of a hash block, 0 for the release's choice.
+        junctions: whether states are asked for where requests part.
     """
 
     def __init__(
@@ -417,6 +418,7 @@ class RealCache:
         watermark: float,
         interval: int | None,
         unit: int = 0,
+        junctions: bool = False,
     ) -> None:
         from vllm.v1.core import kv_cache_manager
 
@@ -441,6 +443,8 @@ class RealCache:
             # The scheduler passes the prefill size up to 0.25, after that it leaves it at 1.
             "pcp_world_size": 1 if _has_partial_hits() else prefill,
             "watermark": watermark,
+            "enable_mamba_shared_prefix_checkpoint": junctions,
+            "enable_mamba_fine_grained_prefix_cache": junctions,  # its name in 0.30
         }
         with _environment("VLLM_PREFIX_CACHE_RETENTION_INTERVAL", interval):
             self.manager = manager(**{name: value for name, value in arguments.items() if name in known})
@@ -490,7 +494,8 @@ class RealCache:
             block_pool=self.pool,
             kv_cache_spec=manager.kv_cache_spec,
             alignment_tokens=self.sizes.hit_tokens,
-            dcp_world_size=manager.dcp_world_size,
+            # States are on every rank, and several groups are looked up so; 0.26 to 0.30 note the size all the same.
+            dcp_world_size=1 if hasattr(manager.kv_cache_spec, "mamba_cache_mode") else manager.dcp_world_size,
             pcp_world_size=manager.pcp_world_size,
             **named,
         )

@@ -264,7 +264,7 @@ def make_core(scheduler: Any, executor: Any, depth: int) -> Any:
         "aborts_queue": queue.Queue(),
         "async_scheduling": vllm_config.scheduler_config.async_scheduling,
         "use_spec_decode": vllm_config.speculative_config is not None,
-        "check_for_draft_tokens": False,
+        "check_for_draft_tokens": vllm_config.speculative_config is not None,
         "is_pooling_model": False,
         "is_mm_encoder_only": False,
         "is_ec_producer": False,

@@ -30,13 +30,18 @@ class StepEngine:
         setup: blocks, step size, running requests, scheduling, runner.
         stages: pipeline-parallel size.
         drafts: draft tokens of each step, 0 for none.
+        draft_model: whether a draft model makes them, which needs slots of its own; else they come from the text.
+        defers: whether the release of blocks waits for steps in flight. An engine decides that by its connector.
     """
 
-    def __init__(self, setup: EngineSetup, stages: int, drafts: int) -> None:
-        vllm_config = _configuration(setup, stages, drafts)
+    def __init__(self, setup: EngineSetup, stages: int, drafts: int, draft_model: bool, defers: bool) -> None:
+        vllm_config = _configuration(setup, stages, drafts, draft_model)
         self.random = Random(0)
         """Decides how many drafts are accepted."""
         self.scheduler, self.hash_tokens = make_scheduler(vllm_config, config.kv_cache_config(setup))
+        self.defers = defers
+        if defers:
+            self.scheduler.defer_block_free = True
         self.core = make_core(self.scheduler, self, _depth(vllm_config))
         self.drafts = drafts
         self._latest: Any = None
@@ -70,6 +75,28 @@ class StepEngine:
     def steps_in_flight(self) -> int:
         """Return how many steps have been dispatched and not been processed."""
         return len(self.core.batch_queue or ())
+
+    def begins(self, plan: Any) -> dict[str, int]:
+        """Return where workers are told to begin in each request that a step computes. Tokens."""
+        cached = plan.scheduled_cached_reqs
+        new = {request.req_id: request.num_computed_tokens for request in plan.scheduled_new_reqs}
+        return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def computed(self, name: str) -> int:
+        """Return the tokens of a request that count as computed."""
+        return int(self.scheduler.requests[name].num_computed_tokens)
+
+    def in_flight(self, name: str, otherwise: int) -> int:
+        """Return the tokens of a request that are in flight; ``otherwise`` where the release doesn't count them."""
+        return int(getattr(self.scheduler.requests[name], "num_in_flight_tokens", otherwise))
+
+    def length(self, name: str) -> int:
+        """Return the tokens of a request's text."""
+        return int(self.scheduler.requests[name].num_tokens)
+
+    def deferred_blocks(self) -> list[list[int]]:
+        """Return the blocks whose release waits."""
+        return [[block.block_id for block in blocks] for _, blocks in self.scheduler.deferred_frees]
 
     def preempted(self) -> int:
         """Return how often living requests have been preempted."""
@@ -108,9 +135,11 @@ class StepEngine:
         from vllm.v1.outputs import ModelRunnerOutput
 
         names, sampled = list(output.num_scheduled_tokens), []
+        begun = {request.req_id for request in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for name in names:
             request = self.scheduler.requests[name]
-            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            # A request that begins has no drafts: those in its first step are padding, which is never accepted.
+            drafts = 0 if name in begun else len(output.scheduled_spec_decode_tokens.get(name, ()))
             whole = request.num_computed_tokens >= request.num_tokens
             sampled.append([_WORD] * (1 + self.random.randint(0, drafts)) if whole else [])
         self._sampled = [name for name, tokens in zip(names, sampled, strict=True) if tokens]
@@ -121,7 +150,7 @@ class StepEngine:
         )
 
 
-def _configuration(setup: EngineSetup, stages: int, drafts: int) -> Any:
+def _configuration(setup: EngineSetup, stages: int, drafts: int, draft_model: bool) -> Any:
     import vllm.config
 
     result = config.vllm_config(setup, "", {})
@@ -135,6 +164,9 @@ def _configuration(setup: EngineSetup, stages: int, drafts: int) -> Any:
             target_model_config=result.model_config,
             target_parallel_config=result.parallel_config,  # of one stage: it asks the model whether it has several
         )
+        # Drafts from the text run ahead only if the GPU makes them; what else they need is nothing to the scheduler.
+        ahead = "ngram_gpu" if setup.async_scheduling else "ngram"
+        result.speculative_config.method = "draft_model" if draft_model else ahead
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.pipeline_parallel_size = stages
     return result
