@@ -223,10 +223,10 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "POOL-9": lambda profile: profile.pins,
     "POOL-10": lambda profile: profile.pins,
     "POOL-11": lambda profile: profile.says_writable,
-    "INDEX-3": lambda profile: profile.secondary_hashes,
-    "INDEX-6": lambda profile: profile.moves_hashes,
-    "EVENT-3": lambda profile: profile.secondary_hashes,
-    "EVENT-4": lambda profile: profile.reports_hits,
+    "PREFIX-3": lambda profile: profile.secondary_hashes,
+    "PREFIX-6": lambda profile: profile.moves_hashes,
+    "TELL-3": lambda profile: profile.secondary_hashes,
+    "TELL-4": lambda profile: profile.reports_hits,
     "HIT-7": lambda profile: profile.retains_shared_prefix,
     "ALLOC-2": lambda profile: profile.watermark,
     "ALLOC-8": lambda profile: profile.reserve,
@@ -240,7 +240,7 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "FREE-2": lambda profile: profile.deferred_frees,
     "FREE-3": lambda profile: profile.deferred_frees,
     "FREE-4": lambda profile: profile.deferred_frees,
-    "INDEX-2": lambda profile: profile.masks_unreachable,
+    "PREFIX-2": lambda profile: profile.masks_unreachable,
 }
 """Clauses that not every release can break."""
 

@@ -87,7 +87,7 @@ def test_the_machine_reaches_what_it_must_and_finds_no_difference(target: Any, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.20.2", "0.25.1", "0.33.0"])
-@pytest.mark.parametrize(("name", "histories"), [("vllm-core", "250"), ("vllm-offload-index", "100")])
+@pytest.mark.parametrize(("name", "histories"), [("vllm-core", "250"), ("vllm-offload-index", "250")])
 def test_a_gate_finds_only_differences_that_are_known(name: str, histories: str, release: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvspec.cli", "gate", "--target", f"{name}@{release}", "--jobs", "1"]
     limits = ["--seed", "1", "--histories", histories, "--findings", str(tmp_path)]

@@ -69,12 +69,12 @@ HERE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "KEY-1": (Text, "view", lambda view: lambda self, tokens: view(self, tokens)[:-1]),
     "KEY-2": (Text, "view", lambda view: lambda self, tokens: view(self, tokens)[:1] * len(view(self, tokens))),
     "NEED-4": (CacheManager, "new_step", lambda method: turned_after(method, lambda cache: cache.pool)),
-    "EVENT-3": (BlockPool, "_tell_removed", tells_the_key_before),
+    "TELL-3": (BlockPool, "_tell_removed", tells_the_key_before),
 }
 """Clauses whose defect in the registry needs what schedulers here don't have -> another defect of the model."""
 
 OF_THE_REGISTRY = (
-    *("ALLOC-5", "ALLOC-7", "EVENT-1", "EVENT-2", "FREE-1", "FREE-2", "FREE-3", "FREE-4", "REG-1", "RESET-1"),
+    *("ALLOC-5", "ALLOC-7", "TELL-1", "TELL-2", "FREE-1", "FREE-2", "FREE-3", "FREE-4", "REG-1", "RESET-1"),
     *("SCALE-4", "STEP-1", "STEP-2", "STEP-3", "STEP-4", "STEP-5"),
 )
 NEEDS: dict[str, Callable[[Profile], bool]] = {

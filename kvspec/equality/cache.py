@@ -242,7 +242,7 @@ class CachePair:
         self._agree_on_rows(live, local + external, external, holds)
         agree("STATE-2" if self.has_align else "ALLOC-7", expect, actual)
         self._agree_on_registration(live)
-        self._compare(queue="ALLOC-7", references="ALLOC-5", hashes="INDEX-4", rows="ALLOC-7")
+        self._compare(queue="ALLOC-7", references="ALLOC-5", hashes="PREFIX-4", rows="ALLOC-7")
         self._count(request, hit, external, expect)
         return not (expect is None or isinstance(expect, Refused))
 
@@ -538,8 +538,8 @@ class CachePair:
     def evict(self, op: ops.Evict) -> None:
         blocks = [op.first + i for i in range(op.count)]
         expect = attempt(lambda: self.model.evict(blocks))
-        agree("INDEX-5", expect, attempt(lambda: self.real.manager.evict_blocks(blocks)))
-        self._compare(queue="INDEX-5", references="INDEX-5", hashes="INDEX-5", rows="INDEX-5")
+        agree("PREFIX-5", expect, attempt(lambda: self.real.manager.evict_blocks(blocks)))
+        self._compare(queue="PREFIX-5", references="PREFIX-5", hashes="PREFIX-5", rows="PREFIX-5")
 
     def reset(self, op: ops.Reset) -> None:
         if op.empty:

@@ -83,7 +83,7 @@ def compare_events(names: Names, expect: list[Event], actual: list[target.RawEve
     """Compare events in order; of those that one block's loss of hashes causes, all but the first come in
     any order.
     """
-    agree("EVENT-1", [type(event).__name__ for event in expect], [_EVENT_TYPES[event[0]] for event in actual])
+    agree("TELL-1", [type(event).__name__ for event in expect], [_EVENT_TYPES[event[0]] for event in actual])
     told = [names.event(event) for event in expect]
     start = 0
     while start < len(expect):
@@ -92,10 +92,10 @@ def compare_events(names: Names, expect: list[Event], actual: list[target.RawEve
         if isinstance(event, Removed):
             while end < len(expect) and isinstance(later := expect[end], Removed) and later.block == event.block:
                 end += 1
-            agree("EVENT-3", told[start], actual[start])
-            agree("EVENT-3", sorted(told[start + 1 : end]), sorted(actual[start + 1 : end]))
+            agree("TELL-3", told[start], actual[start])
+            agree("TELL-3", sorted(told[start + 1 : end]), sorted(actual[start + 1 : end]))
         else:
-            agree("EVENT-2", told[start], actual[start])
+            agree("TELL-2", told[start], actual[start])
         start = end
 
 
@@ -119,7 +119,7 @@ def compare_pools(names: Names, model: BlockPool, actual: target.PoolState, clau
     )
     if model.profile.secondary_hashes:
         agree(clauses["hashes"], [block.hash_end for block in model.blocks], actual.ends)
-    agree("EVENT-1", model.events_waiting(), actual.waiting)
+    agree("TELL-1", model.events_waiting(), actual.waiting)
     agree(clauses["hashes"], {names.of(key): found for key, found in model.index.items()}, actual.found)
 
 

@@ -198,10 +198,10 @@ _CLAUSES: dict[str, dict[str, str]] = {
     "pop_blocks_for_free": same("FREE-2"),
     "cache_blocks": same("REG-1"),
     "remove_skipped_blocks": same("WINDOW-2"),
-    "evict_blocks": same("INDEX-5"),
+    "evict_blocks": same("PREFIX-5"),
     "reset_prefix_cache": same("RESET-1"),
     "new_step_starts": same("NEED-4"),
-    "take_events": same("EVENT-1"),
+    "take_events": same("TELL-1"),
     "touch": same("POOL-5"),
     "free_blocks": same("POOL-7", references="POOL-6"),
 }

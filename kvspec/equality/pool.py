@@ -103,7 +103,7 @@ class PoolPair:
             self.reached["refused"] += 1
         agree("POOL-10", *self.told)
         self.reached["reused-while-read"] = len(self.told[0])
-        self._compare(queue="POOL-2", references="POOL-2", hashes="INDEX-4")
+        self._compare(queue="POOL-2", references="POOL-2", hashes="PREFIX-4")
 
     def touch(self, op: ops.Touch) -> None:
         some = self.held if op.held else [blocks[0] for blocks in self.model.index.values()]
@@ -152,10 +152,10 @@ class PoolPair:
         shorter = sum(self.model.blocks[block].hash is not None for block in kept)
         expect = attempt(self.model.register, text, table, first, end, block_tokens, op.group, wanted)
         actual = attempt(self.real.register, self.requests[op.text], table, first, end, block_tokens, op.group, wanted)
-        agree("INDEX-2", expect, actual)
+        agree("PREFIX-2", expect, actual)
         self.reached["promoted"] += shorter if expect is None else 0
         self.reached["refused"] += expect is not None
-        self._compare(queue="INDEX-2", references="INDEX-2", hashes="INDEX-2")
+        self._compare(queue="PREFIX-2", references="PREFIX-2", hashes="PREFIX-2")
 
     def register_tail(self, op: ops.RegisterTail) -> None:
         text, block_tokens = self.texts[op.text], self._block_tokens(1)
@@ -172,8 +172,8 @@ class PoolPair:
         self.reached["tail-registered"] += block != NULL
         key = self.model.register_tail(text, block, tokens, 1, replace=replace)
         actual = self.real.register_tail(self.requests[op.text], block, tokens, 1, block_tokens, replace)
-        agree("INDEX-3", key and self.names.of(key), actual)
-        self._compare(queue="INDEX-3", references="INDEX-3", hashes="INDEX-3")
+        agree("PREFIX-3", key and self.names.of(key), actual)
+        self._compare(queue="PREFIX-3", references="PREFIX-3", hashes="PREFIX-3")
 
     def find(self, op: ops.Find) -> None:
         text, groups = self.texts[op.text], [[0], [1], [0, 1]][op.groups]
@@ -184,9 +184,9 @@ class PoolPair:
         if len(groups) > 1 and self.setup.ratio > 1:
             return
         expect = self.model.find(key.hash, groups)
-        agree("INDEX-1", expect, self.real.find(self.names.of(key)[0], groups))
+        agree("PREFIX-1", expect, self.real.find(self.names.of(key)[0], groups))
         self.reached["found"] += expect is not None
-        self._compare(queue="INDEX-1", references="INDEX-1", hashes="INDEX-1")
+        self._compare(queue="PREFIX-1", references="PREFIX-1", hashes="PREFIX-1")
 
     def move_hashes(self, op: ops.MoveHashes) -> None:
         sources = [block for block in dict.fromkeys(self.held) if self.model.blocks[block].hash]
@@ -197,14 +197,14 @@ class PoolPair:
         self.reached["hashes-moved"] += 1
         self.model.move_hashes(source, to)
         self.real.move_hashes(source, to)
-        self._compare(queue="INDEX-6", references="INDEX-6", hashes="INDEX-6")
+        self._compare(queue="PREFIX-6", references="PREFIX-6", hashes="PREFIX-6")
 
     def evict(self, op: ops.Evict) -> None:
         blocks = [op.first + i for i in range(op.count)]
         expect = attempt(self.model.evict, blocks)
-        agree("INDEX-5", expect, attempt(self.real.evict, blocks))
+        agree("PREFIX-5", expect, attempt(self.real.evict, blocks))
         self.reached["refused"] += expect is not None
-        self._compare(queue="INDEX-5", references="INDEX-5", hashes="INDEX-5")
+        self._compare(queue="PREFIX-5", references="PREFIX-5", hashes="PREFIX-5")
 
     def unpin(self, op: ops.Unpin) -> None:
         if not self.profile.pins:
@@ -225,7 +225,7 @@ class PoolPair:
         self.model.tell_hit(text, count, block_tokens, op.group)
         self.real.tell_hit(self.requests[op.text], count, block_tokens, op.group)
         events = self.model.take_events(), self.real.take_events()
-        agree("EVENT-4", list(map(self.names.event, events[0])), events[1])
+        agree("TELL-4", list(map(self.names.event, events[0])), events[1])
 
     def reset(self, op: ops.Reset) -> None:
         if op.empty:

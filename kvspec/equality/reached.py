@@ -101,7 +101,8 @@ REQUIRED: Mapping[str, Mapping[str, Callable[[Profile], bool]]] = {
     "scheduler": {
         **_always("preempted", "reset", "reset-refused", "steps-overlap", "rejected"),
         **dict.fromkeys(
-            {"reset-in-flight", "stale"}, lambda profile: "core-reset-in-flight-underflow" not in known_issues(profile.release)
+            {"reset-in-flight", "stale"},
+            lambda profile: "core-reset-in-flight-underflow" not in known_issues(profile.release),
         ),
         "deferred": lambda profile: profile.deferred_frees,
     },

@@ -409,7 +409,7 @@ class CacheManager:
             self.pool.free(blocks)
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """INDEX-5."""
+        """PREFIX-5."""
         self.pool.evict(blocks)
 
     def reset(self) -> bool:
@@ -417,5 +417,5 @@ class CacheManager:
         return self.pool.reset()
 
     def take_events(self) -> list[Event]:
-        """EVENT-1."""
+        """TELL-1."""
         return self.pool.take_events()

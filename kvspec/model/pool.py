@@ -249,7 +249,7 @@ class BlockPool:
 
     @clause
     def find(self, block_hash: BlockHash, groups: Sequence[int]) -> tuple[int, ...] | None:
-        """INDEX-1. A hash leads to one block in each group, or to nothing; of equal blocks it leads to the
+        """PREFIX-1. A hash leads to one block in each group, or to nothing; of equal blocks it leads to the
         one registered first.
 
         Equal blocks aren't merged: a block table only ever grows at its end.
@@ -271,7 +271,7 @@ class BlockPool:
         group: int,
         wanted: Sequence[bool] | None = None,
     ) -> None:
-        """INDEX-2. Full blocks are registered under their hash and group: blocks ``first`` to ``end`` of a
+        """PREFIX-2. Full blocks are registered under their hash and group: blocks ``first`` to ``end`` of a
         table, null ones and those not wanted left out.
 
         A block that was registered for a shorter prefix, which ended inside it, loses that hash
@@ -301,7 +301,7 @@ class BlockPool:
 
     @clause
     def register_tail(self, text: Text, block: int, tokens: int, group: int, *, replace: bool = False) -> Key | None:
-        """INDEX-3. A block can be registered for a prefix of ``tokens`` tokens that ends inside it, beside
+        """PREFIX-3. A block can be registered for a prefix of ``tokens`` tokens that ends inside it, beside
         the hashes that it has.
 
         Hashes for a shorter prefix are replaced, and with ``replace`` all of them: then the block has new
@@ -335,7 +335,7 @@ class BlockPool:
 
     @clause
     def _forget(self, block: int) -> None:
-        """INDEX-4. A block that is reused can't be found any more, under none of its hashes.
+        """PREFIX-4. A block that is reused can't be found any more, under none of its hashes.
 
         This happens when it is taken from the queue, not when it is freed: until then it can be hit.
 
@@ -355,7 +355,7 @@ class BlockPool:
 
     @clause
     def evict(self, blocks: Iterable[int]) -> None:
-        """INDEX-5. Evicted blocks can't be found any more; they keep their references and their place in the
+        """PREFIX-5. Evicted blocks can't be found any more; they keep their references and their place in the
         queue.
 
         Ids that the pool hasn't got are refused (AssertionError).
@@ -370,7 +370,7 @@ class BlockPool:
 
     @clause
     def move_hashes(self, source: int, target: int) -> None:
-        """INDEX-6. The hashes of a block can move to another, which has none; nobody is told, as everything
+        """PREFIX-6. The hashes of a block can move to another, which has none; nobody is told, as everything
         can still be found.
 
         Source: vLLM 0.33.0, v1/core/block_pool.py, BlockPool.move_block_hashes.
@@ -407,7 +407,7 @@ class BlockPool:
 
     @clause
     def take_events(self) -> list[Event]:
-        """EVENT-1. Events are handed over once, in the order in which things happened.
+        """TELL-1. Events are handed over once, in the order in which things happened.
 
         Source: vLLM 0.33.0, v1/core/block_pool.py, BlockPool.take_events.
         Releases: all.
@@ -421,7 +421,7 @@ class BlockPool:
 
     @clause
     def _tell_stored(self, text: Text, chosen: list[int], first: int, end: int, block_tokens: int, group: int) -> None:
-        """EVENT-2. Each registration of a range is one event, with the hash before the range as parent, even
+        """TELL-2. Each registration of a range is one event, with the hash before the range as parent, even
         if every block of it was left out.
 
         It is told when the blocks are registered, which is before their keys and values exist.
@@ -446,7 +446,7 @@ class BlockPool:
 
     @clause
     def _tell_removed(self, block: int, keys: Sequence[Key]) -> None:
-        """EVENT-3. Each hash that a block loses is one event: the first that it had comes first, the others
+        """TELL-3. Each hash that a block loses is one event: the first that it had comes first, the others
         in any order.
 
         Source: vLLM 0.33.0, v1/core/block_pool.py, BlockPool._emit_block_removed_events.
@@ -457,7 +457,7 @@ class BlockPool:
 
     @clause
     def tell_hit(self, text: Text, count: int, block_tokens: int, group: int) -> None:
-        """EVENT-4. For those who ask, a hit of ``count`` blocks is told like a registration of the blocks 0
+        """TELL-4. For those who ask, a hit of ``count`` blocks is told like a registration of the blocks 0
         to ``count``, null ones included.
 
         Source: vLLM 0.33.0, v1/core/block_pool.py, BlockPool.emit_cached_block_events.

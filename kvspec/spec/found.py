@@ -5,8 +5,7 @@
 * A function *checks* a clause or a law if it names the id in a string, or the law's name in ``kvspec.laws``. A test
   does so too if it calls the function of the clause or law, or uses a table or a helper that does.
 
-Three ids are those of a clause and of a law. So a file speaks of clauses if it imports something of the model, and of
-laws if it imports the laws, or what runs a target under them. One that imports this package speaks of the page only.
+A file that imports this package speaks of the page only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from kvspec import laws
 from kvspec.model import CLAUSES, KNOWN_ISSUES, SWITCHES
 
 SWITCH_NAMES = frozenset(switch.name for switch in SWITCHES)
-LAW_IMPORTS = ("kvspec.laws", "kvspec.world", "kvspec.gate")
 MODEL = "kvspec.model"
 PAGE = "kvspec.spec"
 
@@ -179,19 +177,13 @@ class _Reader:
         self._names = _imported(tree)
         self._strings: dict[str, Subject] = {}
         self._objects: dict[str, Subject] = {}
-        if self._imports(PAGE):
+        if any(name.startswith(PAGE) for name in self._names.values()):
             return
-        if self._imports(*LAW_IMPORTS):
-            self._strings |= {law: Subject("law", law) for law in laws.LAWS}
-            self._objects |= {f"kvspec.laws.{name}": Subject("law", law) for name, law in _law_names(calls).items()}
-        if self._imports(MODEL):
-            self._strings |= {clause: Subject("clause", clause) for clause in CLAUSES}
-            self._strings |= {issue.id: Subject("issue", issue.id) for issue in KNOWN_ISSUES}
-            if calls:
-                self._objects |= {clause.where: Subject("clause", clause.id) for clause in CLAUSES.values()}
-
-    def _imports(self, *modules: str) -> bool:
-        return any(name.startswith(modules) for name in self._names.values())
+        for kind, ids in (("law", laws.LAWS), ("clause", CLAUSES), ("issue", [issue.id for issue in KNOWN_ISSUES])):
+            self._strings |= {id: Subject(kind, id) for id in ids}
+        self._objects |= {f"kvspec.laws.{name}": Subject("law", law) for name, law in _law_names(calls).items()}
+        if calls:
+            self._objects |= {clause.where: Subject("clause", clause.id) for clause in CLAUSES.values()}
 
     @property
     def names_something(self) -> bool:

@@ -148,8 +148,8 @@ DEFECTS = dict(
             "eviction order", "POOL-2", "pool", blocks_are_given_out_in_reverse, "The newest victim is given out first."
         ),
         _core("pinning", "POOL-5", "pool", a_hit_does_not_count_as_use, "A second holder of a block isn't counted."),
-        _core("index", "INDEX-5", "pool", evicting_skips_the_last_block, "Of the blocks to be forgotten, one isn't."),
-        _core("events", "EVENT-1", "pool", the_first_event_is_lost, "Of the events that are taken, the first is lost."),
+        _core("index", "PREFIX-5", "pool", evicting_skips_the_last_block, "Of the blocks to be forgotten, one isn't."),
+        _core("events", "TELL-1", "pool", the_first_event_is_lost, "Of the events that are taken, the first is lost."),
         _core(
             "eviction order", "FREE-1", "cache", requests_are_freed_head_first, "A prefix is evicted before its tail."
         ),
