@@ -85,7 +85,7 @@ class BenchTerminal:
                     Text("Interrupted: the workers end their histories. Once more kills them.", "yellow")
                 )
             case WorkerFailed():
-                self._console.print(Text(f"error: {event.message}", "red"))
+                self._console.print(Text(f"error: {event.message}\n{event.details}".rstrip(), "red"))
             case WorkerReady() | TrialStarted():
                 self._tell()
 

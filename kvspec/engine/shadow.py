@@ -263,6 +263,8 @@ class RunnerState:
             row = self._rows[request]
             start = computed[request]
             stop = start + tokens
+            if stop > (known := len(row.text.tokens)):
+                raise DeviceFault(f"{request} is scheduled up to token {stop}, and knows only {known}")
             tags = row.text.tags(0, stop)
             for group, layout in enumerate(self._layouts):
                 slots = row.all_slots(group, layout.block_tokens, self._offsets[group])

@@ -650,6 +650,12 @@ def test_only_what_is_scheduled_is_computed() -> None:
     assert batch.rows == (Scheduled("b", PROMPT_TOKENS, PROMPT_TOKENS + 1),)
 
 
+def test_a_token_that_nothing_has_said_is_a_fault_of_the_device() -> None:
+    lab = two_requests()
+    with pytest.raises(DeviceFault, match=f"b is scheduled up to token {PROMPT_TOKENS + 2}, and knows only"):
+        lab.run(output({"b": 2}, cached=[Cached("b", PROMPT_TOKENS)]))
+
+
 @pytest.mark.parametrize(("blocks", "enough"), [([4], False), ([4, 8], True)])
 def test_a_table_that_is_too_short_for_its_tokens_is_a_fault_of_the_device(blocks: list[int], enough: bool) -> None:
     lab = Lab()
