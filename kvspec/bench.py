@@ -52,7 +52,7 @@ OUTPUT = Path(".kvspec/bench")
 RESULTS = "results.jsonl"
 TRIALS_PER_WORKER = 6
 """At least so many trials share a process if they can: an import of vLLM costs as much as a finding."""
-SHORTENED_SEEDS = 3
+MINIMISED_SEEDS = 3
 """Of so many seeds the histories are minimised, which can cost more than to find them."""
 
 _PARENTS = ("bench", "cli", "gate", "measure", "pytest_plugin", "report")
@@ -266,7 +266,7 @@ def _work(plan: BenchPlan, target: str, side: str, seed: int, ablation: str, wan
         ablation=ablation,
         defect=defect,
         to_the_end=side == "fixed",
-        minimises=seed < SHORTENED_SEEDS,
+        minimises=seed < MINIMISED_SEEDS,
     )
     return _Work(target, side, trial)
 

@@ -91,7 +91,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     to_the_end: bool = False
     """Use the whole budget, whatever is found."""
     minimises: bool = True
-    """Whether what is found is made short."""
+    """Whether what is found is minimised."""
 
 
 class TrialJob(Job, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reference: str
     """An issue number, ``vllm#45704``, or the path of a script; no URL."""
     target: str | list[str]
-    """Or several, without a release."""
+    """Its name without a release, or several."""
     law: str
     op: str = "*"
     frame: str = "*"

@@ -222,13 +222,15 @@ class _Run:
             message = f"{key.law} was broken, but not when its history was run again"
             self._emit(Nondeterminism(job=self._job.job, message=message, history=original))
             return
-        cpu_max_s = time.process_time() + MINIMISE_CPU_S * self._trial.minimises
-        short = shortest(
-            self._suite,
-            original,
-            lambda history: bool(messages(history)),
-            lambda: time.process_time() > cpu_max_s or self._stopping(),
-        )
+        short = original
+        if self._trial.minimises:
+            cpu_max_s = time.process_time() + MINIMISE_CPU_S
+            short = shortest(
+                self._suite,
+                original,
+                lambda history: bool(messages(history)),
+                lambda: time.process_time() > cpu_max_s or self._stopping(),
+            )
         if self._stopping():  # not short yet; the next run finds it again
             return
         del self._open[wanted.name]

@@ -10,7 +10,7 @@ import hashlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -509,7 +509,7 @@ class World:
             state = self._engine.state()
             unchanged = unchanged + 1 if state == before and not self._engine.device_pending() else 0
             before = state
-            kept = kept + Counter(self._engine.kept()) if unchanged else Counter()
+            kept = kept + Counter(self._engine.kept()) if unchanged else Counter()  # adding drops what is zero
             if unchanged >= self._stall_steps():
                 self._stuck(f"for {unchanged} steps nothing changes, and nothing is in flight", kept)
                 return
@@ -520,17 +520,16 @@ class World:
         still store all that its prefix cache has, a block every other step."""
         return STALL_STEPS + (0 if self._engine.waiting_requests() else 2 * self._setup.gpu_blocks)
 
-    def _stuck(self, how: str, kept: Mapping[str, int]) -> None:
+    def _stuck(self, how: str, kept: Iterable[str]) -> None:
         requests = self._engine.waiting_requests()
         if requests:
             place = "several groups" if len(self._setup.groups) > 1 else ""
             self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
-            awake = sorted(name for name, count in kept.items() if count)
             self._die(
                 laws.PROGRESS,
                 f"{how}; no request is left, and the engine goes on stepping",
-                f"awake: {', '.join(awake)}",
+                f"awake: {', '.join(sorted(kept))}",
             )
 
     def live(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar, Protocol
 
 from hypothesis import strategies as st
@@ -71,14 +72,13 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 def supported(setup: EngineSetup, target: Target) -> EngineSetup:
     """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
     group."""
-    backends = BACKENDS[0] if setup.backends else ()
-    for candidate in (setup, structs.replace(setup, backends=backends)):
-        for runner_v2 in (candidate.runner_v2, not candidate.runner_v2):
-            with_runner = structs.replace(candidate, runner_v2=runner_v2)
-            if not target.refusal(with_runner):
-                return with_runner
+    others = BACKENDS[0] if setup.backends else ()
+    for backends, runner_v2 in product((setup.backends, others), (setup.runner_v2, not setup.runner_v2)):
+        candidate = structs.replace(setup, backends=backends, runner_v2=runner_v2)
+        if not target.refusal(candidate):
+            return candidate
     alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
-    return structs.replace(setup, backends=backends, **alone)
+    return structs.replace(setup, backends=others, **alone)
 
 
 class Sink(Protocol):

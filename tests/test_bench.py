@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvspec.bench import NO_RELEASE, NOT_BUILT, SHORTENED_SEEDS, Case, Row, load_cases, why_not
+from kvspec.bench import MINIMISED_SEEDS, NO_RELEASE, NOT_BUILT, Case, Row, load_cases, why_not
 from kvspec.cli import main
 from kvspec.events import Counts, Effort
 from kvspec.findings import Key
@@ -119,11 +119,11 @@ def test_silence_has_a_budget_of_its_own(bench: Bench) -> None:
 
 
 def test_only_the_first_seeds_are_minimised(bench: Bench) -> None:
-    bench("--case", "the_door_is_left_shut", "--seeds", str(SHORTENED_SEEDS + 1))
+    bench("--case", "the_door_is_left_shut", "--seeds", str(MINIMISED_SEEDS + 1))
     found = {row.seed: row for row in rows() if row.side == "bad"}
-    assert [found[seed].ops for seed in range(SHORTENED_SEEDS)] == [1] * SHORTENED_SEEDS
-    assert found[SHORTENED_SEEDS].ops == 0
-    assert found[SHORTENED_SEEDS].ops_first > 0
+    assert [found[seed].ops for seed in range(MINIMISED_SEEDS)] == [1] * MINIMISED_SEEDS
+    assert found[MINIMISED_SEEDS].ops == 0
+    assert found[MINIMISED_SEEDS].ops_first > 0
     (figures,) = re.findall(r"\| the_door_is_left_shut \|.*", Path("out/bench.md").read_text())
     assert figures.split(" | ")[10] == "1"
 

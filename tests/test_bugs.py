@@ -62,10 +62,13 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
 
 SCRIPTS = {
     "core_victim_of_its_own_step.py": "0.33.0",
+    "core_window_loads_deadlock.py": "0.33.0",
     "lazy_offload_never_idles.py": "0.33.0",
     "offloading_reset_and_load.py": "0.32.0",
     "offloading_second_reset.py": "0.33.0",
     "offloading_silent_reset.py": "0.33.0",
+    "offloading_window_after_reset.py": "0.33.0",
+    "offloading_window_hole.py": "0.33.0",
     "offloading_window_unaligned_hit.py": "0.33.0",
 }
 """Script -> a release that has its bug."""

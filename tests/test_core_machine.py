@@ -109,6 +109,8 @@ FINISH = o.Finish(0, deferred=0)
 
 INSIDE = o.CacheSetup((LARGE, Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4)
 """Hits can end in the middle of a block."""
+PARTS = o.CacheSetup((replace(LARGE, eagle=True), Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4, junctions=True)
+"""As before, and states are registered where requests part."""
 
 TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-double-release": (o.PoolSetup(), [o.Allocate(1), o.Touch(0, 1, held=1, null=0), o.Free(0, 2, 1, 0, null=0)]),
@@ -234,8 +236,8 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-3": lambda profile: profile.registers_aligned,
     "REG-4": lambda profile: profile.retention,
     "REG-5": lambda profile: profile.registers_tails,
-    "REG-7": lambda profile: profile.registers_junctions,
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
+    "REG-7": lambda profile: profile.registers_junctions,
     **dict.fromkeys(("SCALE-9", "HIT-8", "NEED-5", "ALLOC-9", "ALLOC-10", "STATE-4", "FREE-5"), hits_inside),
     "FREE-2": lambda profile: profile.deferred_frees,
     "FREE-3": lambda profile: profile.deferred_frees,
@@ -252,8 +254,6 @@ def test_every_clause_has_a_defect() -> None:
 
 _COPIED = [arrive(3, 1), schedule(0, 12), o.NewStep(), schedule(0, 1), o.NewStep()]
 _HIT_INSIDE = [arrive(3, 1), schedule(0, 12), o.NewStep(), arrive(3, 1), schedule(1)]
-
-PARTS = o.CacheSetup((replace(LARGE, eagle=True), Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4, junctions=True)
 
 RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
     "REG-6": (

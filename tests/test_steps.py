@@ -6,25 +6,22 @@ It runs against the vLLM that is importable, else against the newest release tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from equalities import profile_of_target, shown
 
-from kvspec.defects import Patch, load_defects, planted
+from kvspec.defects import Patch, load_defects
 from kvspec.equality import compare, follow, steps
 from kvspec.model import CacheManager, Profile, Text
 from kvspec.model.lookup import Finder
 from kvspec.model.pool import BlockPool
-from kvspec.model.profile import RELEASES
 from strategies import equality
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
 REGISTRY = load_defects(Path(__file__).parent / "defects")
-OF_VLLM = [d for d in REGISTRY.values() if d.target == "vllm-core" and d.level == "scheduler" and not d.in_model]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +80,12 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
 }
 """Clauses that not every release compares."""
 
+COMPARED = (*HERE, *OF_THE_REGISTRY, "POOL-5")
+
+
+def is_compared(clause: str, profile: Profile) -> bool:
+    return NEEDS.get(clause, lambda profile: True)(profile)
+
 
 def counts_the_null_block(patch: Patch) -> None:
     from vllm.v1.core.block_pool import BlockPool as RealPool
@@ -107,32 +110,19 @@ def test_every_clause_that_is_compared_has_a_defect(profile: Profile, monkeypatc
 
         monkeypatch.setattr(module, "agree", noted)
     equality.run("scheduler", 2000, seed=5)
-    able = {
-        clause for clause in (*HERE, *OF_THE_REGISTRY, "POOL-5") if NEEDS.get(clause, lambda profile: True)(profile)
-    }
-    assert compared == able
+    assert compared == {clause for clause in COMPARED if is_compared(clause, profile)}
 
 
-@pytest.mark.parametrize("clause", [*HERE, *OF_THE_REGISTRY, "POOL-5"])
+@pytest.mark.parametrize("clause", COMPARED)
 def test_a_defect_breaks_the_clause(clause: str, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not NEEDS.get(clause, lambda profile: True)(profile):
+    if not is_compared(clause, profile):
         pytest.skip("this release hasn't got what the clause is about")
     monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
-    with ExitStack() as stack:
-        if clause in HERE:
-            owner, name, wrap = HERE[clause]
-            monkeypatch.setattr(owner, name, wrap(vars(owner)[name]))
-        elif clause in OF_THE_REGISTRY:
-            stack.enter_context(planted(REGISTRY[f"model_breaks_{clause}"]))
-        else:
-            counts_the_null_block(monkeypatch)
-        assert clause in shown("scheduler", 12_000, clause)
-
-
-def test_only_this_level_sees_the_defects_of_the_scheduler(profile: Profile) -> None:
-    if profile.release != RELEASES[-1]:
-        pytest.skip(f"planted in the code of {RELEASES[-1]}")
-    for defect in OF_VLLM:
-        with planted(defect):
-            for level in ("pool", "cache"):
-                assert not equality.run(level, 300, seed=1).findings
+    if clause in HERE:
+        owner, name, wrap = HERE[clause]
+        monkeypatch.setattr(owner, name, wrap(vars(owner)[name]))
+    elif clause in OF_THE_REGISTRY:
+        REGISTRY[f"model_breaks_{clause}"].plant(monkeypatch)
+    else:
+        counts_the_null_block(monkeypatch)
+    assert clause in shown("scheduler", 12_000, clause)

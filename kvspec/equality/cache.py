@@ -269,7 +269,7 @@ class CachePair:
         if stop == 4:
             return request.shared_prefix - computed if computed < request.shared_prefix < computed + new else new
         unit = spans[0] if stop == 1 else self.model.layout.hash_tokens
-        end = min(computed + new, request.prompt_tokens - 1 if stop > 2 else computed + new) // unit * unit
+        end = min(computed + new, request.prompt_tokens - 1 if stop == 3 else computed + new) // unit * unit
         return end - computed if end > computed else new
 
     def _agree_on_refusal(

@@ -1,4 +1,4 @@
-"""Comparisons that a pool and a cache have in common."""
+"""What the pairs have in common: comparisons, and what makes them impossible."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Setup(Protocol):
 def avoided(setup: Setup, profile: Profile) -> frozenset[str]:
     """Return the known issues that a history must keep out of the way."""
     return known_issues(profile.release) if setup.avoids_known else frozenset()
+
+
+class Known(Exception):
+    """A known issue, named by its id, has made the two sides differ; from here on they can't be compared."""
 
 
 class Refused(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvspec.equality.compare import Names, Refused, avoided
+from kvspec.equality.compare import Known, Names, Refused, avoided
 from kvspec.equality.tier import compare_tiers
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import ClauseBroken, agree
@@ -45,12 +45,8 @@ class Search(NamedTuple):
     keys: list[Key]
     found: int | None
     """Keys up to the end of the hit; None to ask again."""
-    at_end: int
-    """Of a window, chunks that it needs besides those that it covers if the hit ends behind the last key."""
-
-
-class Known(Exception):
-    """A known issue has made the two sides differ; from here on they can't be compared."""
+    needs_more_at_end: bool
+    """Whether a hit that ends behind the last key needs a chunk more than a window covers."""
 
 
 class IndexPair:
@@ -232,7 +228,7 @@ class IndexPair:
     def _watched_search(self, search: Callable[..., int | None]) -> Callable[..., int | None]:
         def watched(keys: Sequence[Key], *more: int) -> int | None:
             found = search(keys, *more)
-            self.searches.append(Search(list(keys), found, more[1] - more[0] if more else 0))
+            self.searches.append(Search(list(keys), found, len(set(more)) > 1))
             return found
 
         return watched
@@ -267,7 +263,7 @@ class IndexPair:
             if names not in seen:
                 continue
             found = seen.pop(names)
-            if search.at_end and search.found != found and "offload-window-chunk-missed" in self.avoid:
+            if search.needs_more_at_end and search.found != found and "offload-window-chunk-missed" in self.avoid:
                 raise Known("offload-window-chunk-missed")
             is_full = not names or self.setup.groups[search.keys[0].group].kind is Kind.FULL
             agree("LOOKUP-3" if is_full else "LOOKUP-4", search.found, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from kvspec.equality.compare import Refused, attempt, described
@@ -64,7 +65,7 @@ def compare_scaling(profile: Profile) -> int:
 def _compare_sizes(groups: tuple[Group, ...], cp: ContextParallel, profile: Profile) -> None:
     """Compare whether a combination is refused; the first lookup counts too, where construction doesn't mind."""
     for caching in (True, False) if any(group.kind is Kind.MAMBA for group in groups) else (True,):
-        expect = attempt(lambda: CacheManager(groups, 40, profile, cp=cp, caching=caching))  # noqa: B023
+        expect = attempt(partial(CacheManager, groups, 40, profile, cp=cp, caching=caching))
         actual = attempt(target.first_lookup, described(groups), cp.prefill, cp.decode, caching)
         agree("SCALE-2", isinstance(expect, Refused), isinstance(actual, Refused))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from kvspec.equality.compare import avoided
+from kvspec.equality.compare import Known, avoided
 from kvspec.equality.follow import Arguments, Follower, same
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
@@ -63,8 +63,7 @@ _DEFERRED: dict[str, tuple[Callable[[Any, Any, Arguments], Any], str]] = {
 """Method of a scheduler that defers the release of blocks -> what it means to the model, and its clause."""
 
 
-class _MetKnownIssue(Exception):
-    """A known issue has changed what follows: nothing is compared any more."""
+_LATE_OUTPUT = "core-reset-in-flight-underflow"
 
 
 class StepPair:
@@ -134,16 +133,12 @@ class StepPair:
         self._compare("STEP-1", "STEP-1")
 
     def _preempted(self, arguments: Arguments, result: None) -> None:
-        works = self.steps.requests[arguments["request"].request_id].works
-        self.reached["reset-in-flight"] += self._resets and bool(works)
-        if works and self._avoids_stale_output():
-            raise _MetKnownIssue
-        self.steps.preempt(arguments["request"].request_id, drop=self._resets)
-
-    def _avoids_stale_output(self) -> bool:
-        avoids = "core-reset-in-flight-underflow" in self.avoid
-        self.reached["known:core-reset-in-flight-underflow"] += avoids
-        return avoids
+        name = arguments["request"].request_id
+        in_flight = bool(self.steps.requests[name].works)
+        self.reached["reset-in-flight"] += self._resets and in_flight
+        if in_flight and _LATE_OUTPUT in self.avoid:
+            raise Known(_LATE_OUTPUT)
+        self.steps.preempt(name, drop=self._resets)
 
     def _processed(self, arguments: Arguments, result: Any) -> None:
         output = arguments["model_runner_output"]
@@ -163,7 +158,8 @@ class StepPair:
         for name, progress in self.steps.requests.items():
             agree("STEP-3" if progress.waiting else computed, progress.computed, self.real.computed(name))
             agree(length, progress.length, self.real.length(name))
-            agree(computed, progress.in_flight, self.real.in_flight(name, progress.in_flight))
+            if (in_flight := self.real.in_flight(name)) is not None:
+                agree(computed, progress.in_flight, in_flight)
 
     def state(self) -> Any:
         """Return what tells one run of a history from another that differs."""
@@ -177,7 +173,8 @@ class StepPair:
             return
         try:
             _STEP_ARMS[type(op)](self, op)
-        except _MetKnownIssue:
+        except Known as known:
+            self.reached[f"known:{known}"] += 1
             self._over = True
 
     def submit(self, op: Submit) -> None:
@@ -207,7 +204,8 @@ class StepPair:
 
     def reset(self, op: ResetAll) -> None:
         in_flight = any(progress.works for progress in self.steps.requests.values())
-        if op.running and in_flight and self._avoids_stale_output():
+        if op.running and in_flight and _LATE_OUTPUT in self.avoid:
+            self.reached[f"known:{_LATE_OUTPUT}"] += 1
             return
         self._resets = True
         try:

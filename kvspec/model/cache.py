@@ -62,13 +62,12 @@ class CacheManager:
         junctions: bool = False,
         events: bool = False,
     ) -> None:
-        every_state = any(group.kind is Kind.MAMBA and not group.align for group in groups)
-        if caching and not profile.caches_every_state and every_state:
+        every_state = caching and any(group.kind is Kind.MAMBA and not group.align for group in groups)
+        if every_state and not profile.caches_every_state:
             raise Unsupported("Mamba states that are cached after every block")
         self.layout = Layout(groups, profile, cp, unit)
         self.groups, self.spans = self.layout.groups, self.layout.spans
-        unequal = profile.caches_every_state_if_spans_are_equal and len(set(self.spans)) > 1
-        if caching and every_state and unequal:
+        if every_state and profile.caches_every_state_if_spans_are_equal and len(set(self.spans)) > 1:
             raise Unsupported("Mamba states that are cached after every block, beside blocks that span other tokens")
         self.profile = profile
         self.caching = caching

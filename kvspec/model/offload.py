@@ -678,7 +678,7 @@ class Offloader:
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler._build_store_jobs.
-        Releases: all, the latter 0.33.0 and later (``Profile.passes_over_holes``).
+        Releases: all, the latter 0.33.0 and later (``Profile.skips_chunks_with_holes``).
         """
         first = chunk * self.chunk_blocks
         blocks = range(first, first + self.chunk_blocks)
@@ -693,7 +693,7 @@ class Offloader:
             return False
         wanted = self._wanted(group, blocks, self._horizon(request, group, chunks.stop))
         hole = any(want and row[i] == NULL for want, i in zip(wanted, blocks, strict=True))
-        return any(wanted) and not (hole and self.profile.passes_over_holes)
+        return any(wanted) and not (hole and self.profile.skips_chunks_with_holes)
 
     @clause
     def _is_in_tail(self, group: int, chunk: int, end: int) -> bool:

@@ -421,11 +421,10 @@ def cache_setup(
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     kinds = set(letters) - {"2"}
     spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
-    replicates = "F" in kinds and kinds <= {"F", "M", "A"} and profile.cp_with_several_groups
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
     caches = caching > 0 and (profile.caches_every_state or "M" not in letters)
-    if "M" in letters and caches and profile.caches_every_state_if_spans_are_equal:
-        replicates = False
+    equal_spans = "M" in kinds and caches and profile.caches_every_state_if_spans_are_equal
+    replicates = "F" in kinds and kinds <= set("FMA") and profile.cp_with_several_groups and not equal_spans
     may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
     return CacheSetup(
         groups=tuple(groups),

@@ -529,7 +529,7 @@ class Profile:
             },
         )
     )
-    passes_over_holes: bool = field(
+    skips_chunks_with_holes: bool = field(
         metadata=_switch(
             "A chunk isn't stored if a block of it has left the window that a hit would need.",
             _OFFLOAD + "_build_store_jobs",

@@ -92,7 +92,7 @@ class Steps:
         progress.works.append(Work(progress.granted, drafts, progress.computed))
 
     @clause
-    def take_back(self, progress: Progress, work: Work, said: int) -> None:
+    def _take_back(self, progress: Progress, work: Work, said: int) -> None:
         """STEP-2. When a step is processed, the drafts that were rejected are taken back: they don't count as computed
         any more, and what is in flight behind them stands so much earlier.
 
@@ -141,7 +141,7 @@ class Steps:
         """
         progress = self.requests[name]
         work = progress.works.popleft()
-        self.take_back(progress, work, said)
+        self._take_back(progress, work, said)
         if said and not work.dropped:
             progress.length = progress.length + said if work.stale else work.end + 1
 

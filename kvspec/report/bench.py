@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from kvspec import __version__
-from kvspec.bench import NOT_BUILT, SHORTENED_SEEDS, Bench, Case, Row, is_built, why_not
+from kvspec.bench import MINIMISED_SEEDS, NOT_BUILT, Bench, Case, Row, is_built, why_not
 from kvspec.defects import Defect
 from kvspec.events import ABLATIONS
 from kvspec.laws import LAWS
@@ -361,7 +361,7 @@ def render(bench: Bench, template: str, command: str) -> str:
         "told_share": told_share,
         "all_times_s": all_times_s,
         "float_inf": math.inf,
-        "shortened_seeds": SHORTENED_SEEDS,
+        "minimised_seeds": MINIMISED_SEEDS,
     }
     return environment.get_template(template).render(report=Report(bench), command=command, **helpers)
 

@@ -272,7 +272,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "STATE-3": ("cache", without(states, "states_passed", ([], []))),
     "STATE-4": ("cache", without(states, "leave_state")),
     "STEP-1": ("scheduler", changed(S, "schedule", _counts_one_less)),
-    "STEP-2": ("scheduler", without(S, "take_back")),
+    "STEP-2": ("scheduler", without(S, "_take_back")),
     "STEP-3": ("scheduler", changed(S, "admit", lambda f: lambda self, name, hit: f(self, name, 0))),
     "STEP-4": ("scheduler", changed(S, "process", _says_twice)),
     "STEP-5": ("scheduler", without(S, "lookahead", 0)),

@@ -4,6 +4,7 @@ steps are in flight. The pool and the cache alone can't show them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvspec.defects import Defect, Patch
@@ -96,38 +97,34 @@ def deferred_blocks_are_released_a_step_too_early(patch: Patch) -> None:
     patch.setattr(Scheduler, "update_from_output", update)
 
 
-def _steps(kind: str, law: str, plant: Any, sentence: str) -> tuple[str, Defect]:
-    return plant.__name__, Defect("vllm-core", kind, law, sentence, plant, "scheduler")
+_DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
+    the_last_token_of_a_step_is_not_counted: ("cursor", "STEP-1", "What is scheduled counts a token less."),
+    rejected_drafts_stay_computed: ("drafts", "STEP-2", "Rejected drafts still count as computed."),
+    a_preempted_request_keeps_what_it_had_computed: (
+        "preemption",
+        "STEP-3",
+        "A preempted request goes on as if it still had its blocks.",
+    ),
+    a_reset_lets_steps_in_flight_go_on: (
+        "reset",
+        "STEP-4",
+        "After a reset, what was in flight is said all the same.",
+    ),
+    the_draft_model_gets_no_slots: ("drafts", "STEP-5", "No slots are asked for what a draft model writes."),
+    the_last_step_of_a_request_is_the_one_before: (
+        "ordering",
+        "FREE-3",
+        "Blocks are released while the last step that writes them is in flight.",
+    ),
+    deferred_blocks_are_released_a_step_too_early: (
+        "ordering",
+        "FREE-4",
+        "Deferred blocks are released a step too early.",
+    ),
+}
+"""Plant -> kind, law, sentence."""
 
-
-DEFECTS = dict(
-    [
-        _steps("cursor", "STEP-1", the_last_token_of_a_step_is_not_counted, "What is scheduled counts a token less."),
-        _steps("drafts", "STEP-2", rejected_drafts_stay_computed, "Rejected drafts still count as computed."),
-        _steps(
-            "preemption",
-            "STEP-3",
-            a_preempted_request_keeps_what_it_had_computed,
-            "A preempted request goes on as if it still had its blocks.",
-        ),
-        _steps(
-            "reset",
-            "STEP-4",
-            a_reset_lets_steps_in_flight_go_on,
-            "After a reset, what was in flight is said all the same.",
-        ),
-        _steps("drafts", "STEP-5", the_draft_model_gets_no_slots, "No slots are asked for what a draft model writes."),
-        _steps(
-            "ordering",
-            "FREE-3",
-            the_last_step_of_a_request_is_the_one_before,
-            "Blocks are released while the last step that writes them is in flight.",
-        ),
-        _steps(
-            "ordering",
-            "FREE-4",
-            deferred_blocks_are_released_a_step_too_early,
-            "Deferred blocks are released a step too early.",
-        ),
-    ]
-)
+DEFECTS = {
+    plant.__name__: Defect("vllm-core", kind, law, sentence, plant, "scheduler")
+    for plant, (kind, law, sentence) in _DEFECTS.items()
+}

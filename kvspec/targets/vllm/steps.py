@@ -86,9 +86,10 @@ class StepEngine:
         """Return the tokens of a request that count as computed."""
         return int(self.scheduler.requests[name].num_computed_tokens)
 
-    def in_flight(self, name: str, otherwise: int) -> int:
-        """Return the tokens of a request that are in flight; ``otherwise`` where the release doesn't count them."""
-        return int(getattr(self.scheduler.requests[name], "num_in_flight_tokens", otherwise))
+    def in_flight(self, name: str) -> int | None:
+        """Return the tokens of a request that are in flight; None where the release doesn't count them."""
+        tokens: int | None = getattr(self.scheduler.requests[name], "num_in_flight_tokens", None)
+        return tokens
 
     def length(self, name: str) -> int:
         """Return the tokens of a request's text."""
