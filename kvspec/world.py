@@ -508,8 +508,8 @@ class World:
                 return
             state = self._engine.state()
             unchanged = unchanged + 1 if state == before and not self._engine.device_pending() else 0
+            kept = kept + Counter(self._engine.kept()) if state == before else Counter()  # adding drops what is zero
             before = state
-            kept = kept + Counter(self._engine.kept()) if unchanged else Counter()  # adding drops what is zero
             if unchanged >= self._stall_steps():
                 self._stuck(f"for {unchanged} steps nothing changes, and nothing is in flight", kept)
                 return

@@ -304,11 +304,11 @@ CacheOp = Arrive | Schedule | Output | Preempt | Finish | StepProcessed | NewSte
 RANGES |= {
     Arrive: {
         "shared": (0, 10),
-        "tail": (0, 9),
+        "tail": (-5, 9),
         "branch": (0, 2),
-        "content": (0, 119),
+        "content": (0, 179),
         "reads_cache": (0, 5),
-        "again": (-4, 4),
+        "again": (-2, 4),
     },
     Schedule: {
         "pick": _PICK,
