@@ -179,7 +179,7 @@ def why_not(case: Case) -> str:
 def source_digest(*more: Path) -> str:
     """Return a digest of all that runs in a worker, and of some files more: with the seeds, it makes a run repeat."""
     package = Path(kvspec.__file__).parent
-    files = [*(package.parent / "strategies").rglob("*.py"), *package.rglob("*.py")]
+    files = [*(package.parent / "strategies").rglob("*.py"), *package.rglob("*.py"), *package.rglob("*.toml")]
     run = [
         file for file in files if not any(part.startswith(_PARENTS) for part in file.relative_to(package.parent).parts)
     ]

@@ -215,7 +215,7 @@ def bench(
     \b
     Exit status, the first that applies:
       1    a seed didn't find its bug or defect, or wasn't silent where there is none
-      2    usage or set-up error, or a worker that died
+      2    usage or set-up error, a worker that died, or a case with an event that no machine makes
       4    a finding wasn't there when its history was run again
       130  interrupted
       0    none of these; what isn't built doesn't count
@@ -315,6 +315,6 @@ def exit_code(bench: Bench) -> int:
     """Return the strongest fact, as the help says."""
     ran = [row for row in bench.rows if not row.failure]
     missed = any(row.found == (row.side == "fixed") for row in ran if not row.ablation)
-    died = bench.failures or any(row.died for row in bench.rows)
-    facts = ((1, missed), (2, died), (4, bench.nondeterminism), (130, bench.interrupted))
+    failed = bench.failures or any(row.failure for row in bench.rows)
+    facts = ((1, missed), (2, failed), (4, bench.nondeterminism), (130, bench.interrupted))
     return next((code for code, fact in facts if fact), 0)

@@ -44,6 +44,7 @@ from kvspec.findings import Finding, Key, Record, now
 from kvspec.history import AnyHistory
 from kvspec.history.minimise import minimise, pinned
 from kvspec.known import known_as
+from kvspec.model.profile import UNTAGGED
 from kvspec.ops import EQUALITIES, History
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def implementation_version(target: str) -> str:
     """Return the release that was named, or what the vLLM that is imported says of itself, or nothing."""
     named = target.partition("@")[2]
     said = named or str(getattr(sys.modules.get("vllm"), "__version__", ""))
+    if said.startswith(UNTAGGED):
+        return ""
     try:
         return str(Version(said))
     except InvalidVersion:  # "dev": a checkout that was never built

@@ -332,9 +332,11 @@ class World:
         """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a window's blocks."""
         if self._setup.groups[group].kind == "full":
             return ""
+        blocks = self._setup.blocks_per_chunk
+        chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
         after = ", after a reset" if self._connector_reset else ""
         unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
-        return f"{self._setup.groups[group].kind}, {self._setup.blocks_per_chunk} blocks a chunk{after}{unequal}"
+        return f"{self._setup.groups[group].kind}{chunk}{after}{unequal}"
 
     def _bytes_are_wrong(
         self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]

@@ -211,6 +211,10 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
     assert "NOT SILENT, DOOR-1" in output
     assert "toy-loft: the machine never makes the event 'loft'" in output
     assert f"{NOT_BUILT} (vllm-new): toy-new" in output
+    alone = ["--case", "toy-loft", "--seeds", "1", "--output", "alone"]
+    status, output = bench("--cases", "cases.toml", "--only", "bugs", *alone)
+    assert status == 2
+    assert "bugs: 0 of 0 found by every seed and silent elsewhere; 1 not run" in output
 
 
 @pytest.mark.parametrize(
@@ -286,12 +290,29 @@ def test_a_seed_reached_what_is_required_only_if_all_events_were_there() -> None
         effort = Effort(cpu_s=9.0, histories=5, steps=70, reached=reached)
         return Row(subject="x", side="bad", ablation="", release="1", seed=seed, found=False, effort=effort)
 
-    figures = Figures("x", "t", "k", "A-1", "1", "2", "", ("store", "load"), "", [row(0, {"store": 3})], [])
+    figures = Figures("x", "t", "k", "A-1", "1", "2", "", ("store", "load"), "", [row(0, {"store": 3})], [], 2)
     assert not figures.reached
     assert figures.note() == "never reached load in 5 histories of 1 seed"
     figures.rows.append(row(1, {"store": 1, "load": 1}))
     assert [one.seed for one in figures.reached] == [1]
     assert not figures.is_proved
+
+
+def test_nothing_is_proved_by_a_seed_that_was_not_run() -> None:
+    def row(side: str, found: bool = False, failure: str = "") -> Row:
+        effort = Effort(cpu_s=9.0, histories=5, steps=70)
+        own = {"side": side, "found": found, "failure": failure}
+        return Row(subject="x", ablation="", release="1", seed=0, effort=effort, **own)  # type: ignore[arg-type]
+
+    def is_proved(bad: list[Row], clean: list[Row]) -> bool:
+        return Figures("x", "t", "k", "A-1", "1", "2", "", (), "", bad, clean, seeds=1).is_proved
+
+    assert is_proved([row("bad", found=True)], [row("fixed")])
+    assert not is_proved([row("bad", found=True)], [])
+    assert not is_proved([row("bad", found=True)], [row("fixed", failure="it died")])
+    assert not is_proved([row("bad", found=True)], [row("fixed", found=True)])
+    assert not is_proved([row("bad")], [row("fixed")])
+    assert not is_proved([], [row("fixed")])
 
 
 # Real releases --------------------------------------------------------------------------------------------------------

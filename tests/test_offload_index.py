@@ -261,6 +261,18 @@ def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue:
     assert difference(history) is None
 
 
+def test_a_known_issue_excuses_nothing_but_what_it_raises(monkeypatch: Patch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler as Real
+
+    def update_connector_output(self: Any, output: Any) -> None:
+        raise KeyError(0)
+
+    monkeypatch.setattr(Real, "update_connector_output", update_connector_output)
+    steps = (o.Begin(2), o.MakeSteps(), o.ResetAll(running=1, connector=1), o.MakeSteps(3), o.EndTransfers())
+    history = o.OffloadHistory("vllm-offload-index", o.IndexSetup(slots=12), (*steps, o.MakeSteps(3)))
+    assert difference(history) == "KeyError"
+
+
 # A defect for every clause --------------------------------------------------------------------------------------------
 
 REGISTRY = load_defects(Path(__file__).parent / "defects")

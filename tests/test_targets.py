@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from kvspec.device import cuda_names
 from kvspec.device.adversary import FairAdversary
 from kvspec.device.simulated import SimulatedDevice
 from kvspec.errors import KvspecError
+from kvspec.model.profile import UNKNOWN
 from kvspec.ops import Add, EngineSetup, Reset, Settle
+from kvspec.search import implementation_version
 from kvspec.targets import TARGETS, Target, load_target, parse_target
+from kvspec.targets.vllm import core
 from kvspec.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
@@ -298,3 +303,13 @@ def test_an_engine_does_the_same_whether_anybody_listens_or_not(
     listening = batches()
     monkeypatch.setattr(ObservedEngine, "_listen", lambda self: None)
     assert batches() == listening
+
+
+def test_a_build_without_tags_is_of_an_unknown_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = SimpleNamespace(__version__="0.1.dev1+gdeadbee")
+    monkeypatch.setitem(sys.modules, "vllm", built)
+    assert implementation_version("vllm-simple") == ""
+    assert core.release.__wrapped__() == UNKNOWN
+    monkeypatch.setattr(built, "__version__", "0.33.1.dev3+gdeadbee")
+    assert implementation_version("vllm-simple") == "0.33.1.dev3+gdeadbee"
+    assert core.release.__wrapped__() == "0.33.1.dev3+gdeadbee"

@@ -439,20 +439,22 @@ class IndexPair:
         if aborted and "offload-abort-never-scheduled" in self.avoid:
             raise Known("offload-abort-never-scheduled")
         loads = {job.request.name for job in self.model.jobs.values() if not job.store}
+        asserted = isinstance(error, AssertionError)
         loads_at_once = call == "build_connector_meta" and not loads.isdisjoint(told[0].preempted)
-        if loads_at_once and "offload-reset-then-load" in self.avoid:
+        if loads_at_once and asserted and "offload-reset-then-load" in self.avoid:
             raise Known("offload-reset-then-load")
         if call == "update_state_after_alloc":
             self._check_hits(*told)
-            if isinstance(error, AssertionError):
+            if asserted:
                 self._check_window(*told)
         sizes = call == "build_connector_meta" and "offload-group-sizes-null" in self.avoid
         if sizes and self._stores_nulls(*told):
             raise Known("offload-group-sizes-null")
         ends_job = call == "update_connector_output" and isinstance(error, KeyError)
-        if ends_job and self.tier.resets > 0 and "offload-window-after-reset" in self.avoid:
+        if ends_job and self._stores_one_twice() and "offload-window-after-reset" in self.avoid:
             raise Known("offload-window-after-reset")
-        if call == "reset_cache" and "offload-second-reset" in self.avoid and self.model.flushes():
+        resets = call == "reset_cache" and asserted
+        if resets and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
 
     def _check_last(self, seen: target.StepSeen) -> None:
@@ -487,6 +489,12 @@ class IndexPair:
         covered = [self.model.window_chunks(group, 0) for group in range(len(self.setup.groups))]
         if needed != covered and "offload-window-assert" in self.avoid:
             raise Known("offload-window-assert")
+
+    def _stores_one_twice(self) -> bool:
+        """Whether a job in flight since a reset of the tier has a window's block twice: once as another's."""
+        jobs = [job for job in self.model.jobs.values() if job.store and job.window_blocks and self.tier.resets > 0]
+        stored = [job.window_blocks + job.other_blocks for job in jobs]
+        return any(len(set(blocks)) < len(blocks) for blocks in stored)
 
     def _stores_nulls(self, seen: target.StepSeen) -> bool:
         """Whether a chunk that is stored in a step has a block that has left the window."""

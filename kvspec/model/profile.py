@@ -549,6 +549,10 @@ class AssumedProfileWarning(UserWarning):
     """The release is not one whose code was read; the model assumes that it is like the nearest older one."""
 
 
+UNTAGGED = "0.1.dev"
+"""How the version of a vLLM begins that was built from a clone without tags: it is UNKNOWN."""
+
+
 def parse(release: str) -> tuple[int, ...]:
     """Return the numbers of a release: "0.33.1rc2" is (0, 33, 1). ValueError if it isn't one."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvspec.model.profile import UNKNOWN
+from kvspec.model.profile import UNKNOWN, UNTAGGED
 
 RawHash = bytes
 RawEvent = tuple[Any, ...]
@@ -49,7 +49,7 @@ def release() -> str:
     import vllm
 
     said = str(getattr(vllm, "__version__", ""))
-    return said if re.match(r"\d+\.\d+", said) else UNKNOWN
+    return said if re.match(r"\d+\.\d+", said) and not said.startswith(UNTAGGED) else UNKNOWN
 
 
 def own_files() -> tuple[str, ...]:
