@@ -253,5 +253,18 @@ def _model_of(manager: Any) -> CacheManager:
         cp=ContextParallel(single.pcp_world_size, single.dcp_world_size),
         caching=manager.enable_caching,
         max_tokens=manager.max_model_len,
+        in_flight_tokens=_in_flight_tokens(groups, manager),
         events=pool.enable_kv_cache_events,
     )
+
+
+def _in_flight_tokens(groups: Sequence[Group], manager: Any) -> int:
+    """Return the most tokens in flight with which every window has the cap that it has (see ``admission_cap``)."""
+    most: int = manager.max_model_len
+    for group, single in zip(groups, manager.coordinator.single_type_managers, strict=True):
+        cap = getattr(single, "max_admission_blocks_per_request", None)
+        if cap is None:  # its name in older releases
+            cap = getattr(single, "_max_admission_blocks_per_request", None)
+        if group.kind is Kind.SLIDING_WINDOW and cap is not None:
+            most = min(most, (cap - 1) * group.block_tokens - group.reach + 1)
+    return most
