@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -112,6 +114,17 @@ def test_every_law_is_checked_and_has_a_planted_defect(page: Page) -> None:
     for part in page.law_parts:
         assert "kvspec/world.py" in part.checked, part.law.id
         assert part.defects, part.law.id
+
+
+def test_importing_the_model_states_every_clause() -> None:
+    code = """
+import importlib, pkgutil, kvspec.model as model
+stated = set(model.CLAUSES)
+for module in pkgutil.iter_modules(model.__path__):
+    importlib.import_module(f"kvspec.model.{module.name}")
+assert set(model.CLAUSES) == stated, set(model.CLAUSES) - stated
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_clause_has_the_id_of_a_law() -> None:

@@ -44,6 +44,7 @@ from kvspec.model.pool import NULL, BlockPool, Cleared, Removed, Stored
 from kvspec.model.profile import KNOWN_ISSUES, RELEASES, SWITCHES, Profile, profile_for
 from kvspec.model.requests import Hit, Request
 from kvspec.model.scaling import ContextParallel, Slot, Unsupported
+from kvspec.model.steps import Steps
 from kvspec.model.tiers import Tier
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "Removed",
     "Request",
     "Slot",
+    "Steps",
     "Stored",
     "Text",
     "Tier",
