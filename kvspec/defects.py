@@ -60,6 +60,16 @@ def load_defects(package: Path) -> Mapping[str, Defect]:
     return defects
 
 
+def registered(
+    target: str, table: Mapping[Callable[[Patch], None], tuple[str, str, str]], prefix: str = "", level: str = ""
+) -> dict[str, Defect]:
+    """Return the defects of a table, plant -> (kind, law, sentence), by the name of the plant."""
+    return {
+        f"{prefix}{plant.__name__}": Defect(target, kind, law, sentence, plant, level)
+        for plant, (kind, law, sentence) in table.items()
+    }
+
+
 class _Patch:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,26 @@ def avoided(setup: Setup, profile: Profile) -> frozenset[str]:
 
 class Known(Exception):
     """A known issue, named by its id, has made the two sides differ; from here on they can't be compared."""
+
+
+class EndsAtKnown:
+    """A pair of which nothing is compared after a known issue whose consequences the model can't say."""
+
+    reached: Counter[str]
+    over = False
+
+    def apply(self, op: Any) -> None:
+        """Apply an op. ClauseBroken if the two sides differ; whatever the implementation raises goes through."""
+        if self.over:
+            return
+        try:
+            self._apply(op)
+        except Known as known:
+            self.reached[f"known:{known}"] += 1
+            self.over = True
+
+    def _apply(self, op: Any) -> None:
+        raise NotImplementedError
 
 
 class Refused(NamedTuple):

@@ -52,14 +52,13 @@ class Follower:
 
     def _wrap(self, owner: Any, name: str, arm: Arm) -> None:
         method = getattr(owner, name)
-        signature = inspect.signature(method)
+        bind = binding(method)
 
         @functools.wraps(method)
         def followed(*positional: Any, **named: Any) -> Any:
             if self._inside or self.broken:
                 return method(*positional, **named)
-            bound = signature.bind(*positional, **named)
-            bound.apply_defaults()
+            bound = bind(*positional, **named)
             _hold_iterables(bound.arguments)
             self._inside = True
             try:
@@ -186,6 +185,18 @@ _MANAGER_ARMS: dict[str, Arm] = {
 _POOL_ARMS: dict[str, Arm] = {"touch": Follower._touch, "free_blocks": Follower._free_blocks}
 
 
+def binding(method: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """Return what binds the arguments of a call to a method's parameters, defaults included."""
+    signature = inspect.signature(method)
+
+    def bind(*positional: Any, **named: Any) -> inspect.BoundArguments:
+        bound = signature.bind(*positional, **named)
+        bound.apply_defaults()
+        return bound
+
+    return bind
+
+
 def same(clause: str, **other: str) -> dict[str, str]:
     """Return that every part of what can be seen belongs to one clause, but for the others."""
     return {"answer": clause, "queue": clause, "references": clause, "hashes": clause} | other
@@ -262,9 +273,8 @@ def _in_flight_tokens(groups: Sequence[Group], manager: Any) -> int:
     """Return the most tokens in flight with which every window has the cap that it has (see ``admission_cap``)."""
     most: int = manager.max_model_len
     for group, single in zip(groups, manager.coordinator.single_type_managers, strict=True):
-        cap = getattr(single, "max_admission_blocks_per_request", None)
-        if cap is None:  # its name in older releases
-            cap = getattr(single, "_max_admission_blocks_per_request", None)
+        name = "max_admission_blocks_per_request"
+        cap = getattr(single, name) if hasattr(single, name) else getattr(single, f"_{name}")  # up to 0.30.0
         if group.kind is Kind.SLIDING_WINDOW and cap is not None:
             most = min(most, (cap - 1) * group.block_tokens - group.reach + 1)
     return most

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvspec.equality.compare import Known, Names, Refused, avoided
+from kvspec.equality.compare import EndsAtKnown, Known, Names, Refused, avoided
 from kvspec.equality.tier import compare_tiers
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import ClauseBroken, agree
@@ -49,7 +49,7 @@ class Search(NamedTuple):
     """Whether a hit that ends behind the last key needs a chunk more than a window covers."""
 
 
-class IndexPair:
+class IndexPair(EndsAtKnown):
     """The scheduler side of the connector, of the model and of an engine of vLLM's own scheduler.
 
     The scheduler decides what happens; each call that it makes to its connector is made to the model too.
@@ -62,7 +62,6 @@ class IndexPair:
         self.reached: Counter[str] = Counter()
         self.names = Names()
         self.requests: dict[str, OffloadRequest] = {}
-        self.over = False
         self.came = 0
         self.tier: Tier[Key] = Tier(setup.slots, profile, setup.policy, events=True, tie=self._raw)
         self.model = Offloader(
@@ -96,15 +95,8 @@ class IndexPair:
 
     # What happens
 
-    def apply(self, op: ops.IndexOp) -> None:
-        """Apply an op. ClauseBroken if the two sides differ."""
-        if self.over:
-            return
-        try:
-            _INDEX_ARMS[type(op)](self, op)
-        except Known as known:
-            self.reached[f"known:{known}"] += 1
-            self.over = True
+    def _apply(self, op: ops.IndexOp) -> None:
+        _INDEX_ARMS[type(op)](self, op)
 
     def begin(self, op: ops.Begin) -> None:
         tokens = list(range(4 * op.shared)) + [100 * (op.branch + 1) + i for i in range(op.own)] or [0]

@@ -6,14 +6,13 @@ compared. No op may make the engine raise.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from kvspec.equality.compare import Known, avoided
-from kvspec.equality.follow import Arguments, Follower, same
+from kvspec.equality.compare import EndsAtKnown, Known, avoided
+from kvspec.equality.follow import Arguments, Follower, binding, same
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.profile import Profile
@@ -66,7 +65,7 @@ _DEFERRED: dict[str, tuple[Callable[[Any, Any, Arguments], Any], str]] = {
 _LATE_OUTPUT = "core-reset-in-flight-underflow"
 
 
-class StepPair:
+class StepPair(EndsAtKnown):
     """A scheduler in its engine's step function; and the model of what it counts and of its KV cache manager, which
     are called along.
     """
@@ -89,7 +88,7 @@ class StepPair:
         self.real = StepEngine(engine, setup.stages, setup.drafts, setup.draft_model, setup.defers)
         self.follower = StepFollower(self.real)
         self.steps = Steps(profile, drafts=setup.drafts, draft_model=setup.draft_model)
-        self._resets = self._over = False
+        self._resets = False
         scheduler = self.real.scheduler
         for owner, name, note in (
             (scheduler.kv_cache_manager, "allocate_slots", self._asked_for_slots),
@@ -101,13 +100,11 @@ class StepPair:
 
     def _wrap(self, owner: Any, name: str, note: Callable[[Arguments, Any], None]) -> None:
         method = getattr(owner, name)
-        signature = inspect.signature(method)
+        bind = binding(method)
 
         def noted(*positional: Any, **named: Any) -> Any:
             result = method(*positional, **named)
-            bound = signature.bind(*positional, **named)
-            bound.apply_defaults()
-            note(bound.arguments, result)
+            note(bind(*positional, **named).arguments, result)
             return result
 
         setattr(owner, name, noted)
@@ -165,17 +162,8 @@ class StepPair:
         """Return what tells one run of a history from another that differs."""
         return self.real.state()
 
-    def apply(self, op: StepOp) -> None:
-        """Apply an op. ClauseBroken if the model differs; whatever the engine raises goes through. Nothing happens
-        after a known issue whose consequences the model can't say.
-        """
-        if self._over:
-            return
-        try:
-            _STEP_ARMS[type(op)](self, op)
-        except Known as known:
-            self.reached[f"known:{known}"] += 1
-            self._over = True
+    def _apply(self, op: StepOp) -> None:
+        _STEP_ARMS[type(op)](self, op)
 
     def submit(self, op: Submit) -> None:
         tokens = [*range(op.shared), *(1000 * (self.submitted + 1) + i for i in range(op.tail))]

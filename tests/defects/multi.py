@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvspec.defects import Defect, Patch
+from kvspec.defects import Patch, registered
 
 
 def the_second_backends_events_are_lost(patch: Patch) -> None:
@@ -84,7 +84,4 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
 }
 """Plant -> kind, law, sentence."""
 
-DEFECTS = {
-    f"multi_{plant.__name__}": Defect("vllm-multi", kind, law, sentence, plant)
-    for plant, (kind, law, sentence) in _DEFECTS.items()
-}
+DEFECTS = registered("vllm-multi", _DEFECTS, "multi_")

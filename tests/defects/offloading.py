@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvspec.defects import Defect, Patch
+from kvspec.defects import Patch, registered
 from kvspec.device.cuda_names import current_device
 
 
@@ -223,7 +223,4 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
 }
 """Plant -> kind, law, sentence."""
 
-DEFECTS = {
-    f"offloading_{plant.__name__}": Defect("vllm-offloading", kind, law, sentence, plant)
-    for plant, (kind, law, sentence) in _DEFECTS.items()
-}
+DEFECTS = registered("vllm-offloading", _DEFECTS, "offloading_")

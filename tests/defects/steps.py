@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvspec.defects import Defect, Patch
+from kvspec.defects import Patch, registered
 
 
 def the_last_token_of_a_step_is_not_counted(patch: Patch) -> None:
@@ -124,7 +124,4 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
 }
 """Plant -> kind, law, sentence."""
 
-DEFECTS = {
-    plant.__name__: Defect("vllm-core", kind, law, sentence, plant, "scheduler")
-    for plant, (kind, law, sentence) in _DEFECTS.items()
-}
+DEFECTS = registered("vllm-core", _DEFECTS, level="scheduler")
