@@ -188,7 +188,7 @@ class Tally:
 
 def draw(random: Random, level: str, profile: Profile) -> PairHistory:
     """Draw a history of a level that keeps out of the way of known issues."""
-    setup = draw_setup(random, level, profile, avoids_known=1)
+    setup = draw_setup(random, level, profile, shows=0)
     return history_of(LEVELS[level].target, setup, draw_ops(random, draw_mix(random, level), HISTORY_OPS))
 
 

@@ -71,7 +71,7 @@ def test_states_on_every_rank_agree_beside_attention_that_is_spread(family: str,
     place, hits = o.FAMILIES.index(family), 0
     for number in range(60):
         random = Random(number)
-        setup = equality.draw_setup(random, "cache", profile, family=place, ranks=1, caching=1, avoids_known=1, eagle=0)
+        setup = equality.draw_setup(random, "cache", profile, family=place, ranks=1, caching=1, shows=0, eagle=0)
         assert setup.decode == 1 + profile.cp_with_several_groups  # type: ignore[union-attr]
         steps = equality.draw_ops(random, equality.draw_mix(random, "cache"), 60)
         hits += replay(o.CoreHistory("vllm-core", setup, steps))["hit"]  # type: ignore[arg-type]
@@ -189,6 +189,7 @@ def test_every_known_issue_has_a_trigger() -> None:
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in TRIGGERS], ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
     setup, steps = TRIGGERS[issue.id]
+    assert setup.__struct_config__.tag in issue.levels
     history = o.CoreHistory("vllm-core", setup, tuple(steps))
     others = known_issues(profile.release) - {issue.id}
     assert difference(history, others) == (issue.clause if issue.affects(profile.release) else None)

@@ -220,7 +220,7 @@ def test_known_issues_are_kept_out_of_the_way_or_named_as_the_cause(
     target: Any, history: PairHistory, shown: tuple[str, str, str]
 ) -> None:
     assert not run_history(history).violations
-    in_the_open = replace(history, setup=replace(history.setup, avoids_known=False))  # type: ignore[type-var]
+    in_the_open = replace(history, setup=replace(history.setup, shows=shown[2]))  # type: ignore[type-var]
     (violation,) = run_history(in_the_open).violations
     assert (violation.law, violation.op, violation.frame) == shown
 
@@ -233,7 +233,7 @@ def test_a_call_that_the_model_cannot_follow_is_a_difference(target: Any, monkey
 
 def test_a_difference_that_no_known_issue_causes_stays_a_finding(defect: Callable[[str, Any], None]) -> None:
     defect("usage", lambda pool: 0.5)
-    (violation,) = run_history(replace(POOL, setup=PoolSetup(avoids_known=False))).violations
+    (violation,) = run_history(replace(POOL, setup=PoolSetup(shows="core-double-release"))).violations
     assert violation.frame == ""
 
 

@@ -253,6 +253,7 @@ def test_every_known_issue_has_a_trigger() -> None:
 @pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.id)
 def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue: Any, profile: Profile) -> None:
     setup, steps = TRIGGERS[issue.id]
+    assert setup.__struct_config__.tag in issue.levels
     if isinstance(setup, o.IndexSetup) and setup.groups != o.IndexSetup().groups and not profile.jobs_by_number:
         pytest.skip("up to 0.20 only one group of full attention is compared")
     history = o.OffloadHistory("vllm-offload-index", setup, tuple(steps))

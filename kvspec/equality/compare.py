@@ -18,12 +18,12 @@ class Setup(Protocol):
     """What all setups of a pair have."""
 
     @property
-    def avoids_known(self) -> bool: ...
+    def shows(self) -> str: ...
 
 
 def avoided(setup: Setup, profile: Profile) -> frozenset[str]:
     """Return the known issues that a history must keep out of the way."""
-    return known_issues(profile.release) if setup.avoids_known else frozenset()
+    return known_issues(profile.release) - {setup.shows}
 
 
 class Known(Exception):

@@ -130,14 +130,9 @@ class EqualityWorld:
 
     def _cause(self) -> str:
         """Return the known issue without which there is no difference, or nothing if there is one anyway."""
-        if self._setup.avoids_known:
-            return ""
-        level = str(self.history().__struct_config__.tag)
         known = known_issues(profile_for(target.release()).release)
-        issues = sorted(issue for issue in known if issue.startswith(level))
-        for count in range(1, len(issues) + 1):
-            if difference(self.history(), frozenset(issues[:count])) is None:
-                return issues[count - 1]
+        if self._setup.shows in known and difference(self.history(), known) is None:
+            return self._setup.shows
         return ""
 
     def _end(self, law: str, message: str, kind: str, place: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.profile import Profile, known_issues
+from kvspec.model.profile import KNOWN_ISSUES, Profile
 from kvspec.ops import HISTORY_FORMAT
 
 _NUMBER_MAX = 10_000
@@ -29,9 +29,17 @@ def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]
             refuse_outside(name, getattr(setup, name), least, most)
 
 
-def avoids(profile: Profile, number: int) -> bool:
-    """Return whether a history keeps known issues out of the way: for numbers above 0, and where there are none."""
-    return number > 0 or not known_issues(profile.release)
+SHOWS = (-119, 60)
+"""Numbers worth drawing for the known issue that a history shows: two of three histories show none."""
+
+
+def shown(profile: Profile, level: str, number: int) -> str:
+    """Return the known issue of the release that a number above 0 stands for, and nothing for others.
+
+    One at a time: an issue that shows often would end nearly every history before a rare one can.
+    """
+    issues = [issue.id for issue in KNOWN_ISSUES if level in issue.levels and issue.affects(profile.release)]
+    return issues[number % len(issues)] if issues and number > 0 else ""
 
 
 H = TypeVar("H", bound=msgspec.Struct)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import CoarseOp, avoids, coarse_history_from_json, refuse_nonsense
+from kvspec.model.coarse import SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, StoreMask
 from kvspec.ops import HISTORY_FORMAT
@@ -39,8 +39,9 @@ class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     slots: int = 4
     policy: str = "lru"
-    avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+    shows: str = ""
+    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    behind them."""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -149,12 +150,12 @@ WEIGHTS: dict[type[CoarseOp], int] = {
 """Op -> how often it is drawn, relative to the others."""
 
 
-def tier_setup(profile: Profile, *, slots: int, arc: int, avoids_known: int) -> TierSetup:
+def tier_setup(profile: Profile, *, slots: int, arc: int, shows: int) -> TierSetup:
     """Return the setup that some coarse numbers mean for a release."""
-    return TierSetup(slots, "arc" if arc > 0 else "lru", avoids_known=avoids(profile, avoids_known))
+    return TierSetup(slots, "arc" if arc > 0 else "lru", shows=shown(profile, "tier", shows))
 
 
-TIER_SETUP_RANGES = {"slots": (1, 9), "arc": (0, 1), "avoids_known": (0, 3)}
+TIER_SETUP_RANGES = {"slots": (1, 9), "arc": (0, 1), "shows": SHOWS}
 
 
 class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="of", tag="index"):
@@ -169,8 +170,9 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     running_max: int = 3
     asynchronous: bool = False
     prompt_only: bool = False
-    avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+    shows: str = ""
+    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    behind them."""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -271,7 +273,7 @@ def index_setup(
     step_tokens: int,
     asynchronous: int,
     prompt_only: int,
-    avoids_known: int,
+    shows: int,
 ) -> IndexSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = INDEX_FAMILIES[family] if profile.jobs_by_number else "F"
@@ -293,7 +295,7 @@ def index_setup(
         step_tokens=8 << step_tokens,
         asynchronous=asynchronous > 0,
         prompt_only=prompt_only > 0,
-        avoids_known=avoids(profile, avoids_known),
+        shows=shown(profile, "index", shows),
     )
 
 
@@ -307,7 +309,7 @@ INDEX_SETUP_RANGES = {
     "step_tokens": (0, 3),
     "asynchronous": (-1, 1),
     "prompt_only": (-1, 1),
-    "avoids_known": (0, 3),
+    "shows": SHOWS,
 }
 
 

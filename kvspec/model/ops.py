@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import CoarseOp, avoids, coarse_history_from_json, refuse_nonsense
+from kvspec.model.coarse import SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, known_issues
 from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
@@ -46,8 +46,9 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     caching: bool = True
     lookahead: int = 0
     events: bool = True
-    avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+    shows: str = ""
+    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    behind them."""
 
     def __post_init__(self) -> None:
         refuse_nonsense(self, _LIMITS)
@@ -226,8 +227,9 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Mamba states are asked for where a request parts from an earlier one."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
-    avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+    shows: str = ""
+    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    behind them."""
 
     def __post_init__(self) -> None:
         refuse_nonsense(self, _LIMITS)
@@ -308,7 +310,7 @@ RANGES |= {
         "branch": (0, 2),
         "content": (0, 179),
         "reads_cache": (0, 5),
-        "again": (-2, 4),
+        "again": (-4, 12),
     },
     Schedule: {
         "pick": _PICK,
@@ -351,7 +353,7 @@ class CoreHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 def pool_setup(
-    profile: Profile, *, blocks: int, ratio: int, caching: int, lookahead: int, events: int, avoids_known: int
+    profile: Profile, *, blocks: int, ratio: int, caching: int, lookahead: int, events: int, shows: int
 ) -> PoolSetup:
     """Return the setup that some coarse numbers mean for a release."""
     return PoolSetup(
@@ -360,7 +362,7 @@ def pool_setup(
         caching=caching > 0,
         lookahead=lookahead if profile.lookahead_hashes and lookahead < 3 else 0,
         events=events > 0,
-        avoids_known=avoids(profile, avoids_known),
+        shows=shown(profile, "pool", shows),
     )
 
 
@@ -370,7 +372,7 @@ POOL_SETUP_RANGES = {
     "caching": (0, 6),
     "lookahead": (0, 6),
     "events": (0, 6),
-    "avoids_known": (0, 3),
+    "shows": SHOWS,
 }
 
 INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
@@ -400,7 +402,7 @@ def cache_setup(
     interval: int,
     unit: int,
     junctions: int,
-    avoids_known: int,
+    shows: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = FAMILIES[family]
@@ -416,8 +418,9 @@ def cache_setup(
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
         spares = reach % 3 if letter == "A" else 0
         groups.append(Group(_KINDS[letter], size, length, draft, align=letter == "A", spares=spares))
-    avoided = avoids(profile, avoids_known)
-    if avoided and "core-eagle-window-unregistered" in known_issues(profile.release) and "2" in letters:
+    issue = shown(profile, "cache", shows)
+    avoided = known_issues(profile.release) - {issue}
+    if "core-eagle-window-unregistered" in avoided and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     kinds = set(letters) - {"2"}
     spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
@@ -438,7 +441,7 @@ def cache_setup(
         unit=(0, size, size, size // 2)[unit] if may_be_smaller else 0,
         junctions=junctions > 0 and profile.registers_junctions and "A" in letters,
         eagle_fallback=eagle == 8 and "C" not in letters,
-        avoids_known=avoided,
+        shows=issue,
     )
 
 
@@ -455,7 +458,7 @@ CACHE_SETUP_RANGES = {
     "interval": (-3, 2),
     "unit": (0, 3),
     "junctions": (0, 1),
-    "avoids_known": (0, 3),
+    "shows": SHOWS,
 }
 
 

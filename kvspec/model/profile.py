@@ -593,6 +593,8 @@ class KnownIssue(NamedTuple):
     sentence: str
     reference: str
     """An issue or pull request, ``vllm#45704``, or the path of a script."""
+    levels: tuple[str, ...] = ("cache",)
+    """Of the equalities that can show it."""
 
     def affects(self, release: str) -> bool:
         """Whether a release has it."""
@@ -608,6 +610,7 @@ KNOWN_ISSUES = (
         "0.24.0",
         "A list that releases two references to one block puts it into the free queue twice.",
         "vllm#42085",
+        ("pool",),
     ),
     KnownIssue(
         "core-hash-key-collision",
@@ -720,6 +723,7 @@ KNOWN_ISSUES = (
         "0.27.1",
         "What a step in flight says of a request that was preempted since is taken for what a later step says.",
         "vllm#48245",
+        ("scheduler",),
     ),
     KnownIssue(
         "offload-in-flight-is-a-miss",
@@ -728,6 +732,7 @@ KNOWN_ISSUES = (
         "0.21.0",
         "A chunk whose store is in flight isn't there, instead of being there soon.",
         "tests/test_offload_index.py",
+        ("tier", "index"),
     ),
     KnownIssue(
         "offload-arc-gives-up",
@@ -736,6 +741,7 @@ KNOWN_ISSUES = (
         "0.30.0",
         "ARC refuses a store when no chunk used again can go, although one used once can.",
         "vllm#55461",
+        ("tier", "index"),
     ),
     KnownIssue(
         "offload-skip-reading-ignored",
@@ -744,6 +750,7 @@ KNOWN_ISSUES = (
         "0.24.0",
         "A request that may not read the prefix cache is given a hit in the CPU tier.",
         "vllm#44592",
+        ("index",),
     ),
     KnownIssue(
         "offload-readmit-with-store-in-flight",
@@ -752,6 +759,7 @@ KNOWN_ISSUES = (
         "0.24.0",
         "A request is looked up while its stores are in flight; if it has a hit, its load is refused.",
         "vllm#46014",
+        ("index",),
     ),
     KnownIssue(
         "offload-abort-while-loading",
@@ -760,6 +768,7 @@ KNOWN_ISSUES = (
         "0.21.0",
         "A request that has stored and is aborted while it loads is reported as stored, and released, under the load.",
         "tests/test_offload_index.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-external-evicts-hits",
@@ -768,6 +777,7 @@ KNOWN_ISSUES = (
         "0.24.0",
         "Blocks for one group's external tokens can be those that another has hit: an assertion, or a wrong load.",
         "vllm#44409",
+        ("index",),
     ),
     KnownIssue(
         "offload-group-sizes-null",
@@ -776,6 +786,7 @@ KNOWN_ISSUES = (
         "0.22.1",
         "The sizes of a store count blocks that have left the window.",
         "vllm#42945",
+        ("index",),
     ),
     KnownIssue(
         "offload-stale-window-block",
@@ -784,6 +795,7 @@ KNOWN_ISSUES = (
         "0.23.0",
         "A block that has left a window is stored as the request's after it was given to another.",
         "tests/test_offload_index.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-window-assert",
@@ -792,6 +804,7 @@ KNOWN_ISSUES = (
         "0.27.1",
         "A load whose end lies inside a window's chunk is refused: the window reaches into one block more.",
         "vllm#48911",
+        ("index",),
     ),
     KnownIssue(
         "offload-window-chunk-missed",
@@ -800,6 +813,7 @@ KNOWN_ISSUES = (
         "0.30.0",
         "A hit that ends inside a window's chunk counts, though the chunk that the window reaches into isn't there.",
         "tests/test_offload_index.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-reset-keeps-jobs",
@@ -808,6 +822,7 @@ KNOWN_ISSUES = (
         "0.26.0",
         "After a reset a request still waits for jobs that won't be reported.",
         "vllm#48102",
+        ("index",),
     ),
     KnownIssue(
         "offload-abort-never-scheduled",
@@ -816,6 +831,7 @@ KNOWN_ISSUES = (
         "0.27.1",
         "What an aborted request hasn't computed is stored, or asserted to have blocks.",
         "vllm#49118",
+        ("index",),
     ),
     KnownIssue(
         "offload-last-slot-stored",
@@ -824,6 +840,7 @@ KNOWN_ISSUES = (
         "0.30.0",
         "The slot of the last token said, which is never computed, is stored.",
         "vllm#54193",
+        ("index",),
     ),
     KnownIssue(
         "offload-final-store-lost",
@@ -832,6 +849,7 @@ KNOWN_ISSUES = (
         "0.27.1",
         "A request whose earlier stores are reported as it ends is forgotten before its last chunks are offered.",
         "tests/test_offload_index.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-reset-then-load",
@@ -840,6 +858,7 @@ KNOWN_ISSUES = (
         "0.33.0",
         "A reset that preempts a request which loads again in the next step makes that step fail.",
         "tests/bugs/offloading_reset_and_load.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-window-after-reset",
@@ -848,6 +867,7 @@ KNOWN_ISSUES = (
         None,
         "After a reset a window's blocks are stored that are others' by then; a job that has one twice can't end.",
         "tests/bugs/offloading_window_after_reset.py",
+        ("index",),
     ),
     KnownIssue(
         "offload-second-reset",
@@ -856,6 +876,7 @@ KNOWN_ISSUES = (
         None,
         "Resetting again before a step has flushed the jobs of the first reset is refused.",
         "tests/bugs/offloading_second_reset.py",
+        ("index",),
     ),
 )
 """The differences between the releases and the model that are the releases' fault."""

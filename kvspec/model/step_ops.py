@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvspec.model.coarse import CoarseOp, avoids, refuse_nonsense
+from kvspec.model.coarse import SHOWS, CoarseOp, refuse_nonsense, shown
 from kvspec.model.profile import Profile
 
 _LIMITS = {
@@ -35,8 +35,9 @@ class StepSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     defers: bool = False
     """Blocks that a step in flight may still write are released after it, as for a connector that loads."""
     priority: bool = False
-    avoids_known: bool = True
-    """Whether known issues of the release are kept out of the way, so that a history goes on behind them."""
+    shows: str = ""
+    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    behind them."""
 
     def __post_init__(self) -> None:
         refuse_nonsense(self, _LIMITS)
@@ -96,7 +97,7 @@ def step_setup(
     draft_model: int,
     defers: int,
     priority: int,
-    avoids_known: int,
+    shows: int,
 ) -> StepSetup:
     """Return the setup that some coarse numbers mean for a release: a small pool, and a way in which steps overlap.
 
@@ -113,7 +114,7 @@ def step_setup(
         draft_model=draft_model > 0,
         defers=defers > 0 and profile.deferred_frees,
         priority=priority > 0,
-        avoids_known=avoids(profile, avoids_known),
+        shows=shown(profile, "scheduler", shows),
     )
 
 
@@ -127,5 +128,5 @@ STEP_SETUP_RANGES = {
     "draft_model": (0, 1),
     "defers": (0, 1),
     "priority": (-1, 1),
-    "avoids_known": (0, 7),
+    "shows": SHOWS,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import fields
 
 import pytest
@@ -22,6 +23,7 @@ from kvspec.model import (
     steps,
     tiers,
 )
+from kvspec.model.coarse import SHOWS, shown
 from kvspec.model.profile import (
     KNOWN_ISSUES,
     RELEASES,
@@ -74,6 +76,17 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
         assert issue.fixed is None or issue.fixed in RELEASES
         assert issue.id in known_issues(issue.bad)
         assert issue.fixed is None or issue.id not in known_issues(issue.fixed)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_histories_can_show_every_known_issue_of_the_release_one_at_a_time(release: str) -> None:
+    profile, (least, most) = profile_for(release), SHOWS
+    levels = {level for issue in KNOWN_ISSUES for level in issue.levels}
+    for level in levels:
+        drawn = Counter(shown(profile, level, number) for number in range(least, most + 1))
+        issues = {i.id for i in KNOWN_ISSUES if level in i.levels and i.affects(release)}
+        assert drawn.keys() - {""} == issues
+        assert drawn[""] >= 2 * most
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
