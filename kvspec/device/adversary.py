@@ -82,6 +82,10 @@ class Adversary:
             chosen.advance()
         return True
 
+    def run_dry(self, actors: Sequence[Actor]) -> None:
+        """Let everything that is asynchronous come to its end."""
+        self.block(actors, lambda: False)
+
     def decide(self) -> bool:
         """Answer a question of the device and write the answer down."""
         answer = self.answer()
@@ -103,6 +107,16 @@ class FairAdversary(Adversary):
 
     def answer(self) -> bool:
         return False
+
+
+class SlowAdversary(FairAdversary):
+    """Nothing asynchronous happens but while the host waits: a step is over before the transfers that it began."""
+
+    def pick(self, enabled: Sequence[Actor]) -> Actor | None:
+        return None
+
+    def pick_while_blocked(self, enabled: Sequence[Actor]) -> Actor:
+        return enabled[0]
 
 
 class RandomAdversary(Adversary):

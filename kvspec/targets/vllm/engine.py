@@ -215,12 +215,6 @@ class VllmEngine:
         """Make one step of the engine's own step function; return (outputs by client, whether a model ran)."""
         return self.core.step_fn()
 
-    def device_pending(self) -> bool:
-        """Whether anything asynchronous is left to do."""
-        return any(rank.device.pending() or not rank.idle() for rank in self.ranks) or any(
-            actor.enabled() for actor in self.actors
-        )
-
 
 def children(connector: Any) -> list[Any]:
     """Return the connectors that a MultiConnector has, or the connector itself."""

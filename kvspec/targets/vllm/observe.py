@@ -276,9 +276,6 @@ class ObservedEngine:
     def last_batch(self) -> Batch | None:
         return self._vllm.executor.last_batch
 
-    def device_pending(self) -> bool:
-        return self._vllm.device_pending()
-
     def transfers_outstanding(self) -> bool:
         return bool(self._loads_due) or self._tier.stores_due()
 
