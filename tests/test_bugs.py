@@ -69,6 +69,7 @@ SCRIPTS = {
     "offloading_silent_reset.py": "0.33.0",
     "offloading_window_after_reset.py": "0.33.0",
     "offloading_window_hole.py": "0.33.0",
+    "offloading_window_shared_block.py": "0.32.0",
     "offloading_window_unaligned_hit.py": "0.33.0",
 }
 """Script -> a release that has its bug."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvspec.device.adversary import Actor, Adversary
 from kvspec.device.protocol import CopySpan, Device, SrcAccessOrder
+from kvspec.errors import KvspecError
 
 
 class DeviceFault(Exception):
@@ -337,12 +338,20 @@ class SimulatedDevice:
         self.yield_point()
 
     def is_pageable(self, span: CopySpan) -> bool:
-        """Whether one end of a copy isn't registered; DeviceFault if it leaves the memory that it begins in."""
+        """Whether one end of a copy isn't registered.
+
+        DeviceFault if it leaves the memory that it begins in; KvspecError if the worker has registered no host memory.
+        """
         source, destination = self.find_region(span.src, span.size), self.find_region(span.dst, span.size)
         if not any(region is not None and region.on_device for region in (source, destination)):
             raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} touches no memory of rank {self.rank}")
         pageable = source is None or destination is None
         if pageable and not self._pageable:
+            if all(region.on_device for region in self._regions):
+                raise KvspecError(
+                    "The worker copies from or to host memory and has registered none with the simulated device: it "
+                    "registers memory in a way that kvspec doesn't know in this release."
+                )
             raise DeviceFault(f"a copy from {span.src:#x} to {span.dst:#x} leaves the host memory that was registered")
         return pageable
 

@@ -83,7 +83,7 @@ def pinned_empty(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Ten
 
 
 class CudaRuntime:
-    """Stands for vLLM's own binding of the CUDA runtime (0.32 and later)."""
+    """Stands for vLLM's own binding of the CUDA runtime (0.31 and later)."""
 
     def cudaHostRegister(self, address: int, size: int) -> int:
         current_device().host_register(address, size)

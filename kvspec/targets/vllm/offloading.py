@@ -124,6 +124,7 @@ def stand_ins(make_region: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], 
         (kernel, "MIN_N", KERNEL_COPIES_MIN),
         (register, "current_platform", platform),
         (register, "_load_cudart", CudaRuntime),
+        (worker, "CudaRTLibrary", CudaRuntime),  # 0.31
         (torch, "zeros", pinned_zeros),
         (torch, "empty", pinned_empty),
         (torch.Tensor, "to", tensor_to),

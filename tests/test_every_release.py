@@ -1,0 +1,29 @@
+"""Every release that kvspec supports runs with every connector: what stands for CUDA fits its code.
+
+The round trip is in ``one_round_trip.py``; each release makes it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import one_round_trip
+import pytest
+
+from kvspec.gate import prepare
+from kvspec.model import RELEASES
+
+pytestmark = pytest.mark.slow
+
+WITHOUT_MULTI = ("0.20.2", "0.21.0")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_was_stored_is_loaded_again_and_no_law_is_broken(release: str) -> None:
+    targets = [name for name in one_round_trip.TARGETS if name != "vllm-multi" or release not in WITHOUT_MULTI]
+    command = [sys.executable, str(Path(one_round_trip.__file__)), release, *targets]
+    environment = prepare(f"vllm-simple@{release}").environment
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-2000:]
