@@ -11,6 +11,7 @@ from kvspec.equality.compare import Names, Refused, attempt, avoided, compare_ev
 from kvspec.equality.contents import content_of
 from kvspec.model import ops
 from kvspec.model.cache import CacheManager
+from kvspec.model.checkpoints import Checkpoint, checkpoint_end
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
@@ -56,8 +57,11 @@ class CachePair:
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
+        self._kept: list[Checkpoint | None] = []
         self.has_align = any(group.align for group in setup.groups)
         """Whether a Mamba group is in align mode."""
+        self.has_checkpoints = any(group.checkpoint_unit for group in setup.groups)
+        """Whether one can keep states in the middle of a chunk: then chunks end where vLLM's scheduler ends them."""
         groups = [replace(group, eagle=True) for group in setup.groups] if setup.eagle_fallback else setup.groups
         cp = ContextParallel(setup.prefill, setup.decode)
         interval = None
@@ -81,7 +85,9 @@ class CachePair:
         self._record(self.model, "blocks_needed", _needed_call)
         self._record(self.model.pool, "register", _register_call)
         self._record(
-            self.model.pool, "register_tail", lambda result, text, block, tokens, group: ("tail", group, tokens)
+            self.model.pool,
+            "register_tail",
+            lambda result, text, block, tokens, group, replace=False: ("tail", group, tokens),
         )
         self.deferred = DeferredFrees(self.model)
         self.real = target.RealCache(
@@ -182,11 +188,22 @@ class CachePair:
         delay = bool(op.delay and external)
         left = known - local - external
         new = 0 if delay else min(op.tokens, left) if left > 0 else min(op.tokens, 1)
-        new = self._cut(request, local + external, new, op.stop)
-        new += max(0, op.drafts) if 0 < new == left else 0
+        if self.has_checkpoints and new:
+            new = self.real.chunk(live.real, new, hit.tokens if hit else 0, external)
+            if not new:
+                return
+        else:
+            new = self._cut(request, local + external, new, op.stop)
+        drafts = max(0, op.drafts)
+        if self.has_checkpoints:  # Real blocks are longer than what is drafted, and prompts aren't.
+            drafts = min(drafts, min(self.model.spans) - 1) if local + external >= request.prompt_tokens else 0
+        new += drafts if 0 < new == left else 0
         computed = local + external + new
         too_far = left < (-3 if holds else 0) or computed > self.setup.max_tokens
         if too_far or self._is_left_out(request, hit, external, delay, computed):
+            return
+        checkpoints = self._checkpoints(request, local + external, computed)
+        if any(self.causes(issue, request, checkpoints) for issue in self.avoid & _CHECKPOINT_ISSUES.keys()):
             return
         in_flight = min(max(0, op.in_flight), request.computed)
         request.in_flight = 0 if "core-window-freed-too-early" in self.avoid else in_flight
@@ -198,6 +215,7 @@ class CachePair:
             "reserved": max(0, op.reserved),
             "others_run": bool(op.others_run),
         }
+        self._kept = checkpoints
         if self._allocate(live, new, hit, delay, settings):
             self._scheduled(live, computed, delay)
 
@@ -219,6 +237,37 @@ class CachePair:
             "core-external-evicts-local-hit": len(self.setup.groups) > 1 and hit and hit.tokens > 0 and external > 0,
         }
         return any(shows[issue] for issue in self.avoid & shows.keys())
+
+    def _checkpoints(self, request: Request, computed: int, tokens: int) -> list[Checkpoint | None]:
+        """Return what a step keeps in the middle of its chunk, per group."""
+        return [self.model.checkpoint(request, computed, tokens, index) for index in range(len(self.model.groups))]
+
+    def causes(self, issue: str, request: Request, checkpoints: list[Checkpoint | None]) -> bool:
+        """Whether a known issue can show in a step with checkpoints."""
+        shows = _CHECKPOINT_ISSUES[issue]
+        return any(one and shows(self, request, index, one) for index, one in enumerate(checkpoints))
+
+    def starts_inside(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-started-state-registered can show."""
+        return checkpoint.begin % self.model.spans[index] > 0
+
+    def leaves_spares(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-spares-registered can show: the row has spares before the checkpoint."""
+        held, spares = self.model.held.get(request.name), self.model.groups[index].spares
+        if held is None or not held.running[index].allocated:
+            return False
+        length = len(held.rows[index])
+        return length - spares < min(checkpoint.place, length)
+
+    def counts_nulls(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-checkpoint-counts-nulls can show: the step jumps over a place."""
+        held, spares = self.model.held.get(request.name), self.model.groups[index].spares
+        return held is not None and checkpoint.place + spares > len(held.rows[index])
+
+    def forgets(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-prompt-checkpoint-forgotten can show."""
+        end = checkpoint_end(self.model.layout, index, request.prompt_tokens)
+        return self.setup.interval == 0 and checkpoint.end == end
 
     def _over_allocated(self, request: Request, tokens: int) -> bool:
         rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
@@ -285,7 +334,8 @@ class CachePair:
         )
         spans = self.model.spans
         inside = hit is not None and any(row and hit.tokens % span for row, span in zip(hit.blocks, spans, strict=True))
-        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if self.has_align else "NEED-1"] * 2
+        of_states = "STATE-6" if self.has_checkpoints else "STATE-1" if self.has_align else "NEED-1"
+        clauses = ["NEED-2" if fresh else "NEED-5" if inside else of_states] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
         for clause, expected, seen in zip(clauses, *counts, strict=False):
@@ -332,6 +382,8 @@ class CachePair:
 
     def _clause_of_tails(self, request: Request, index: int, tails: list[list[target.Call]]) -> str:
         """Return the clause that says where states are registered inside a prompt."""
+        if self._kept[index]:
+            return "STATE-5" if all(tails) else "REG-8" if tails[1] else "REG-9"
         parts = any(call[1] == request.shared_prefix for some in tails for call in some)
         same = request.shared_prefix == self.model.registrar.prompt_state_end(request, index)
         return "REG-7" if self.setup.junctions and parts and not same else "REG-6"
@@ -460,6 +512,7 @@ class CachePair:
             self.reached["hit"] += hit is not None and hit.tokens > 0
             self.reached["hit-inside"] += hit is not None and hit.tokens % self.model.layout.alignment > 0
             self.reached["external"] += external > 0
+            self.reached["checkpoint"] += any(self._kept)
             self.reached["held-again"] += hit is not None and any(
                 block in self._queue for row in hit.blocks for block in row
             )
@@ -560,6 +613,14 @@ _LOOKUP_ISSUES: dict[str, Callable[[CachePair, Hit, Hit], bool]] = {
     "core-second-full-group-not-cut": CachePair.leaves_tail,
     "core-eagle-unproven-hit": CachePair.lacks_proof,
     "core-mamba-hit-disagrees": CachePair.reaches_too_far,
+}
+
+
+_CHECKPOINT_ISSUES: dict[str, Callable[[CachePair, Request, int, Checkpoint], bool]] = {
+    "core-started-state-registered": CachePair.starts_inside,
+    "core-spares-registered": CachePair.leaves_spares,
+    "core-checkpoint-counts-nulls": CachePair.counts_nulls,
+    "core-prompt-checkpoint-forgotten": CachePair.forgets,
 }
 
 
