@@ -33,7 +33,7 @@ from kvspec.model import (
 from kvspec.model import ops as o
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import PromptState, known_issues
+from kvspec.model.profile import CheckpointEnd, PromptState, known_issues
 from kvspec.model.step_ops import EngineStep, ResetAll, StepSetup, Submit
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
@@ -112,6 +112,16 @@ INSIDE = o.CacheSetup((LARGE, Group(Kind.MAMBA, 8, align=True)), blocks=60, unit
 PARTS = o.CacheSetup((replace(LARGE, eagle=True), Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4, junctions=True)
 """As before, and states are registered where requests part."""
 
+
+def keeping(block_tokens: int = 4, spares: int = 0) -> Group:
+    """Return a Mamba group that can keep any state in the middle of a chunk."""
+    return Group(Kind.MAMBA, block_tokens, align=True, spares=spares, checkpoint_unit=1)
+
+
+_EXPORTS = (LARGE, keeping(8))
+KEPT = o.CacheSetup(_EXPORTS, blocks=60, unit=2)
+"""Checkpoints end inside blocks, and can be hit there."""
+
 TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-double-release": (o.PoolSetup(), [o.Allocate(1), o.Touch(0, 1, held=1, null=0), o.Free(0, 2, 1, 0, null=0)]),
     "core-second-full-group-not-cut": (
@@ -141,6 +151,22 @@ TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-state-registered-again": (
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
         [arrive(2, 1), schedule(0, 8), o.NewStep(), schedule(0, 1)],
+    ),
+    "core-started-state-registered": (
+        o.CacheSetup(_EXPORTS, blocks=60, unit=4),
+        [arrive(1, 1), schedule(0), o.NewStep(), o.Arrive(tail=24, again=1), schedule(1)],
+    ),
+    "core-spares-registered": (
+        o.CacheSetup((FULL, keeping(spares=2)), blocks=60),
+        [arrive(7, 3), schedule(0, 12), o.NewStep(), schedule(0)],
+    ),
+    "core-checkpoint-counts-nulls": (
+        o.CacheSetup((FULL, keeping()), blocks=60),
+        [arrive(7, 3), schedule(0, 8), o.NewStep(), schedule(0)],
+    ),
+    "core-prompt-checkpoint-forgotten": (
+        o.CacheSetup((LARGE, keeping()), blocks=60, interval=0),
+        [arrive(5, 2), schedule(0)],
     ),
     "core-passed-state-registered": (INSIDE, [arrive(1, 0), schedule(0, 4), schedule(0, 1)]),
     "core-states-over-allocated": (
@@ -238,6 +264,10 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-5": lambda profile: profile.registers_tails,
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
     "REG-7": lambda profile: profile.registers_junctions,
+    "NEED-6": lambda profile: profile.keeps_no_transient_checkpoint,
+    "STATE-6": lambda profile: profile.checkpoint_end is not CheckpointEnd.NOWHERE,
+    **dict.fromkeys(("STATE-5", "REG-8"), lambda profile: profile.counts_lacking_states_at_checkpoints),
+    "REG-9": lambda profile: profile.checkpoint_end is CheckpointEnd.HIT,
     **dict.fromkeys(("SCALE-9", "HIT-8", "NEED-5", "ALLOC-9", "ALLOC-10", "STATE-4", "FREE-5"), hits_inside),
     "FREE-2": lambda profile: profile.deferred_frees,
     "FREE-3": lambda profile: profile.deferred_frees,
@@ -261,6 +291,9 @@ RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
         [arrive(2, 1), schedule(0, 8), o.Evict(3, 1), schedule(0, 1)],
     ),
     "REG-7": (PARTS, [arrive(2, 0), o.Arrive(tail=4, again=1), schedule(0, 8), schedule(1, 4)]),
+    **dict.fromkeys(("STATE-5", "STATE-6", "REG-8"), (KEPT, [arrive(5, 1), schedule(0)])),
+    "REG-9": (KEPT, [arrive(10, 0), schedule(0, 16)]),
+    "NEED-6": (o.CacheSetup(_EXPORTS, blocks=60, unit=2, interval=0), [arrive(10, 0), schedule(0, 16)]),
     **dict.fromkeys(("HIT-8", "NEED-5", "ALLOC-9"), (INSIDE, _HIT_INSIDE)),
     **dict.fromkeys(("ALLOC-10", "STATE-4", "FREE-5"), (INSIDE, _COPIED)),
 }

@@ -252,17 +252,16 @@ class CachePair:
         return checkpoint.begin % self.model.spans[index] > 0
 
     def leaves_spares(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
-        """Whether core-spares-registered can show: the row has spares before the checkpoint."""
+        """Whether core-spares-registered can show: the step leaves a spare behind."""
         held, spares = self.model.held.get(request.name), self.model.groups[index].spares
-        if held is None or not held.running[index].allocated:
+        if held is None or not (held.running[index].allocated and spares):
             return False
-        length = len(held.rows[index])
-        return length - spares < min(checkpoint.place, length)
+        return len(held.rows[index]) - spares < checkpoint.place
 
     def counts_nulls(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
-        """Whether core-checkpoint-counts-nulls can show: the step jumps over a place."""
+        """Whether core-checkpoint-counts-nulls can show: the step jumps over a place, and there are no spares."""
         held, spares = self.model.held.get(request.name), self.model.groups[index].spares
-        return held is not None and checkpoint.place + spares > len(held.rows[index])
+        return held is not None and not spares and checkpoint.place > len(held.rows[index])
 
     def forgets(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
         """Whether core-prompt-checkpoint-forgotten can show."""
@@ -285,7 +284,7 @@ class CachePair:
                 real, new, hit.tokens if hit else 0, hit=hit is not None, delay=delay, **settings
             )
         )
-        self._agree_on_refusal(request, settings, hit, expect, actual)
+        self._agree_on_refusal(live, settings, hit, expect, actual)
         if self.profile.hits_inside:
             self._agree_on_copies(hit)
         self._agree_on_rows(live, local + external, external, holds)
@@ -322,9 +321,10 @@ class CachePair:
         return end - computed if end > computed else new
 
     def _agree_on_refusal(
-        self, request: Request, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any
+        self, live: Live, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any
     ) -> None:
         """Compare whether a step was refused, and what was counted for that."""
+        request, real = live
         in_growth = Refused("AssertionError") in (expect, actual)
         agree("STATE-2" if in_growth else "ALLOC-1", isinstance(expect, Refused), isinstance(actual, Refused))
         counts = [[call for call in calls if call[0] == "needed"] for calls in (self.calls, self.real.calls)]
@@ -334,10 +334,13 @@ class CachePair:
         )
         spans = self.model.spans
         inside = hit is not None and any(row and hit.tokens % span for row, span in zip(hit.blocks, spans, strict=True))
-        of_states = "STATE-6" if self.has_checkpoints else "STATE-1" if self.has_align else "NEED-1"
-        clauses = ["NEED-2" if fresh else "NEED-5" if inside else of_states] * 2
+        clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if self.has_align else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
+        asked = [bool(calls) and not calls[-1][1] for calls in counts]  # for the step, not only for admission
+        if self.has_checkpoints and all(asked) and not fresh:
+            clause = "NEED-6" if self.setup.interval == 0 else "STATE-6"
+            agree(clause, [one is not None for one in self._kept], self.real.keeps_checkpoint(real))
         for clause, expected, seen in zip(clauses, *counts, strict=False):
             agree("ALLOC-3", expected[1], seen[1])
             agree("ALLOC-4", expected[2], seen[2])
@@ -352,9 +355,9 @@ class CachePair:
         rows = self.model.tables.get(live.model.name, [[] for _ in self.model.groups])
         sides = zip(self.model.groups, self.model.spans, rows, self.real.rows(live.real), strict=True)
         for group, span, row, actual in sides:
-            nulls = [[index for index, block in enumerate(some) if block == NULL] for some in (row, actual)]
-            agree(("STATE-3" if group.align else "WINDOW-2") if held else "ALLOC-5", *nulls)
             covered = blocks_for(computed, span)
+            nulls = [[index for index, block in enumerate(some[:covered]) if block == NULL] for some in (row, actual)]
+            agree(("STATE-3" if group.align else "WINDOW-2") if held else "ALLOC-5", *nulls)
             agree("ALLOC-6" if external else "ALLOC-5", row[:covered], actual[:covered])
 
     def _agree_on_copies(self, hit: Hit | None) -> None:
@@ -370,7 +373,8 @@ class CachePair:
         full = [[call for call in calls if call[0] == "register"] for calls in (self.calls, self.real.calls)]
         ends = [[call[:4] for call in calls] for calls in full]
         agree("REG-1" if len(self.model.groups) == 1 else "REG-3", *ends)
-        agree("REG-2" if self.setup.interval < 0 else "REG-4", *full)
+        passes_over = any(one and one.begin % span for one, span in zip(self._kept, self.model.spans, strict=True))
+        agree("REG-8" if passes_over else "REG-2" if self.setup.interval < 0 else "REG-4", *full)
         tails = [[call[1:] for call in calls if call[0] == "tail"] for calls in (self.calls, self.real.calls)]
         for index, group in enumerate(self.model.groups):
             own = [[call for call in some if call[0] == index] for some in tails]
@@ -382,8 +386,9 @@ class CachePair:
 
     def _clause_of_tails(self, request: Request, index: int, tails: list[list[target.Call]]) -> str:
         """Return the clause that says where states are registered inside a prompt."""
-        if self._kept[index]:
-            return "STATE-5" if all(tails) else "REG-8" if tails[1] else "REG-9"
+        if (kept := self._kept[index]) is not None:
+            ends = [call[1] for call in tails[1]]
+            return "REG-9" if not ends else "REG-8" if ends == [kept.end] else "STATE-5"
         parts = any(call[1] == request.shared_prefix for some in tails for call in some)
         same = request.shared_prefix == self.model.registrar.prompt_state_end(request, index)
         return "REG-7" if self.setup.junctions and parts and not same else "REG-6"

@@ -758,7 +758,7 @@ KNOWN_ISSUES = (
     ),
     KnownIssue(
         "core-spares-registered",
-        "STATE-2",
+        "STATE-1",
         "0.30.0",
         "0.32.0",
         "In a step with a checkpoint spares stay in their places, and are registered as the states of blocks' ends.",

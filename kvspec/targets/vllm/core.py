@@ -579,6 +579,13 @@ class RealCache:
         assert self._splitter is not None
         return int(self._splitter._mamba_block_aligned_split(request, new_tokens, hit_tokens, external))
 
+    def keeps_checkpoint(self, request: Any) -> list[bool]:
+        """Return per group whether the latest step that was asked for keeps a state in the middle of its chunk."""
+        managers, name = self.manager.coordinator.single_type_managers, request.request_id
+        counted = [getattr(manager, "_num_checkpoint_blocks", {}).get(name, 0) for manager in managers]  # 0.29
+        kept = [name in getattr(manager, "_checkpoints", ()) for manager in managers]  # 0.30 and later
+        return [bool(one or count) for one, count in zip(kept, counted, strict=True)]
+
     def register(self, request: Any, tokens: int) -> None:
         """Register full blocks up to a token."""
         self.manager.cache_blocks(request, tokens)
