@@ -270,7 +270,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "ALLOC-6": ("cache", changed(C, "_take_external", _takes_one_less)),
     "ALLOC-7": (
         "cache",
-        changed(C, "_extend", lambda f: lambda self, r, n, main: f(self, r, n + min(self.spans), main)),
+        changed(C, "_extend", lambda f: lambda self, r, n, *a: f(self, r, n + min(self.spans), *a)),
     ),
     "ALLOC-8": ("cache", changed(C, "allocate", lambda f: lambda self, *a, reserved, **n: f(self, *a, **n))),
     "ALLOC-9": ("cache", without(states, "own_tail")),

@@ -10,6 +10,7 @@ import pytest
 from kvspec.model import (
     CLAUSES,
     cache,
+    checkpoints,
     deferred,
     groups,
     keys,
@@ -77,7 +78,21 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
-    found = (cache, deferred, groups, keys, lookup, offload, pool, registration, scaling, states, steps, tiers)
+    found = (
+        cache,
+        checkpoints,
+        deferred,
+        groups,
+        keys,
+        lookup,
+        offload,
+        pool,
+        registration,
+        scaling,
+        states,
+        steps,
+        tiers,
+    )
     modules = {module.__name__ for module in found}
     for clause in CLAUSES.values():
         assert clause.sentence.endswith((".", ")"))
