@@ -332,6 +332,11 @@ def test_a_defect_of_the_newest_release_breaks_the_clause_that_it_is_against(
     if profile.release != RELEASES[-1]:
         pytest.skip(f"planted in the code of {RELEASES[-1]}")
     monkeypatch.setattr(equality, "FINDINGS_MAX", 10)
+    seen: set[str] = set()
     with planted(OF_VLLM[name]):
-        tally = equality.run(OF_VLLM[name].level, 40_000, seed=3)
-    assert OF_VLLM[name].law in {finding.clause for finding in tally.findings}
+        for number in range(8):
+            tally = equality.run(OF_VLLM[name].level, 5_000, seed=number)
+            seen.update(finding.clause for finding in tally.findings)
+            if OF_VLLM[name].law in seen:
+                return
+    assert OF_VLLM[name].law in seen

@@ -2,8 +2,8 @@
 
 Seen in vLLM 0.30.0 to 0.33.0 in Mamba's cache mode "align", with blocks longer than a hash block and a kernel that can
 export states (``MambaSpec.num_prefill_checkpoint_blocks``). A request whose hit ends inside a block goes on in a copy
-of that block. With a checkpoint, ``Scheduler._mamba_block_aligned_split`` doesn't end its chunk at the block's end, so no
-state is ever written there: the running state is in the row's last block, the checkpoint in the one before.
+of that block. With a checkpoint, ``Scheduler._mamba_block_aligned_split`` doesn't end its chunk at the block's end, so
+no state is ever written there: the running state is in the row's last block, the checkpoint in the one before.
 ``MambaManager.cache_blocks`` registers the copy as a full block all the same. Without checkpoints the same prompt is
 computed up to the block's end first.
 """
