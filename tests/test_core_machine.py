@@ -33,7 +33,7 @@ from kvspec.model import (
 from kvspec.model import ops as o
 from kvspec.model.clauses import ClauseBroken
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import PromptState, known_issues
+from kvspec.model.profile import CheckpointEnd, PromptState, known_issues
 from kvspec.model.step_ops import EngineStep, ResetAll, StepSetup, Submit
 from kvspec.ops import history_to_json
 from kvspec.targets.vllm import core as target
@@ -80,7 +80,7 @@ def test_states_on_every_rank_agree_beside_attention_that_is_spread(family: str,
 
 def test_a_difference_becomes_a_short_history_that_repeats(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool.BlockPool, "touch", lambda self, blocks: None)
-    tally = equality.run("cache", 20_000, seed=2)
+    tally = equality.run("cache", 20_000, seed=4)
     first = tally.findings[0]
     short = minimise(first.history, lambda history: difference(history) == first.clause)  # type: ignore[arg-type]
     assert len(short.ops) <= 6
@@ -112,6 +112,16 @@ INSIDE = o.CacheSetup((LARGE, Group(Kind.MAMBA, 8, align=True)), blocks=60, unit
 PARTS = o.CacheSetup((replace(LARGE, eagle=True), Group(Kind.MAMBA, 8, align=True)), blocks=60, unit=4, junctions=True)
 """As before, and states are registered where requests part."""
 
+
+def keeping(block_tokens: int = 4, spares: int = 0) -> Group:
+    """Return a Mamba group that can keep any state in the middle of a chunk."""
+    return Group(Kind.MAMBA, block_tokens, align=True, spares=spares, checkpoint_unit=1)
+
+
+_EXPORTS = (LARGE, keeping(8))
+KEPT = o.CacheSetup(_EXPORTS, blocks=60, unit=2)
+"""Checkpoints end inside blocks, and can be hit there."""
+
 TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-double-release": (o.PoolSetup(), [o.Allocate(1), o.Touch(0, 1, held=1, null=0), o.Free(0, 2, 1, 0, null=0)]),
     "core-second-full-group-not-cut": (
@@ -141,6 +151,22 @@ TRIGGERS: dict[str, tuple[o.CoreSetup, list[Any]]] = {
     "core-state-registered-again": (
         o.CacheSetup((FULL, Group(Kind.MAMBA, 4, align=True)), blocks=60),
         [arrive(2, 1), schedule(0, 8), o.NewStep(), schedule(0, 1)],
+    ),
+    "core-started-state-registered": (
+        o.CacheSetup(_EXPORTS, blocks=60, unit=4),
+        [arrive(1, 1), schedule(0), o.NewStep(), o.Arrive(tail=24, again=1), schedule(1)],
+    ),
+    "core-spares-registered": (
+        o.CacheSetup((FULL, keeping(spares=2)), blocks=60),
+        [arrive(7, 3), schedule(0, 12), o.NewStep(), schedule(0)],
+    ),
+    "core-checkpoint-counts-nulls": (
+        o.CacheSetup((FULL, keeping()), blocks=60),
+        [arrive(7, 3), schedule(0, 8), o.NewStep(), schedule(0)],
+    ),
+    "core-prompt-checkpoint-forgotten": (
+        o.CacheSetup((LARGE, keeping()), blocks=60, interval=0),
+        [arrive(5, 2), schedule(0)],
     ),
     "core-passed-state-registered": (INSIDE, [arrive(1, 0), schedule(0, 4), schedule(0, 1)]),
     "core-states-over-allocated": (
@@ -239,6 +265,11 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-5": lambda profile: profile.registers_tails,
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
     "REG-7": lambda profile: profile.registers_junctions,
+    "SCALE-1": lambda profile: True,
+    "NEED-6": lambda profile: profile.keeps_no_transient_checkpoint,
+    "STATE-6": lambda profile: profile.checkpoint_end is not CheckpointEnd.NOWHERE,
+    **dict.fromkeys(("STATE-5", "REG-8"), lambda profile: profile.counts_lacking_states_at_checkpoints),
+    "REG-9": lambda profile: profile.checkpoint_end is CheckpointEnd.HIT,
     **dict.fromkeys(("SCALE-9", "HIT-8", "NEED-5", "ALLOC-9", "ALLOC-10", "STATE-4", "FREE-5"), hits_inside),
     "FREE-2": lambda profile: profile.deferred_frees,
     "FREE-3": lambda profile: profile.deferred_frees,
@@ -262,10 +293,14 @@ RARE: dict[str, tuple[o.CacheSetup, list[Any]]] = {
         [arrive(2, 1), schedule(0, 8), o.Evict(3, 1), schedule(0, 1)],
     ),
     "REG-7": (PARTS, [arrive(2, 0), o.Arrive(tail=4, again=1), schedule(0, 8), schedule(1, 4)]),
+    "SCALE-1": (o.CacheSetup((FULL,), decode=2), []),
+    **dict.fromkeys(("STATE-5", "STATE-6", "REG-8"), (KEPT, [arrive(5, 1), schedule(0)])),
+    "REG-9": (KEPT, [arrive(10, 0), schedule(0, 16)]),
+    "NEED-6": (o.CacheSetup(_EXPORTS, blocks=60, unit=2, interval=0), [arrive(10, 0), schedule(0, 16)]),
     **dict.fromkeys(("HIT-8", "NEED-5", "ALLOC-9"), (INSIDE, _HIT_INSIDE)),
     **dict.fromkeys(("ALLOC-10", "STATE-4", "FREE-5"), (INSIDE, _COPIED)),
 }
-"""Clauses whose defects random histories show too rarely -> a history that does."""
+"""Clauses whose defects random histories show too rarely, or not alone -> a history that does."""
 
 OPS_MAX = 24_000
 """Within so many ops a defect has shown under its clause; most have after some hundred."""
@@ -298,6 +333,11 @@ def test_a_defect_of_the_newest_release_breaks_the_clause_that_it_is_against(
     if profile.release != RELEASES[-1]:
         pytest.skip(f"planted in the code of {RELEASES[-1]}")
     monkeypatch.setattr(equality, "FINDINGS_MAX", 10)
+    seen: set[str] = set()
     with planted(OF_VLLM[name]):
-        tally = equality.run(OF_VLLM[name].level, 40_000, seed=3)
-    assert OF_VLLM[name].law in {finding.clause for finding in tally.findings}
+        for number in range(8):
+            tally = equality.run(OF_VLLM[name].level, 5_000, seed=number)
+            seen.update(finding.clause for finding in tally.findings)
+            if OF_VLLM[name].law in seen:
+                return
+    assert OF_VLLM[name].law in seen

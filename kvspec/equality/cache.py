@@ -11,6 +11,7 @@ from kvspec.equality.compare import Names, Refused, attempt, avoided, compare_ev
 from kvspec.equality.contents import content_of
 from kvspec.model import ops
 from kvspec.model.cache import CacheManager
+from kvspec.model.checkpoints import Checkpoint, checkpoint_end
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
@@ -56,8 +57,11 @@ class CachePair:
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
+        self._kept: list[Checkpoint | None] = []
         self.has_align = any(group.align for group in setup.groups)
         """Whether a Mamba group is in align mode."""
+        self.has_checkpoints = any(group.checkpoint_unit for group in setup.groups)
+        """Whether one can keep states in the middle of a chunk: then chunks end where vLLM's scheduler ends them."""
         groups = [replace(group, eagle=True) for group in setup.groups] if setup.eagle_fallback else setup.groups
         cp = ContextParallel(setup.prefill, setup.decode)
         interval = None
@@ -81,7 +85,9 @@ class CachePair:
         self._record(self.model, "blocks_needed", _needed_call)
         self._record(self.model.pool, "register", _register_call)
         self._record(
-            self.model.pool, "register_tail", lambda result, text, block, tokens, group: ("tail", group, tokens)
+            self.model.pool,
+            "register_tail",
+            lambda result, text, block, tokens, group, replace=False: ("tail", group, tokens),
         )
         self.deferred = DeferredFrees(self.model)
         self.real = target.RealCache(
@@ -182,11 +188,22 @@ class CachePair:
         delay = bool(op.delay and external)
         left = known - local - external
         new = 0 if delay else min(op.tokens, left) if left > 0 else min(op.tokens, 1)
-        new = self._cut(request, local + external, new, op.stop)
-        new += max(0, op.drafts) if 0 < new == left else 0
+        if self.has_checkpoints and new:
+            new = self.real.chunk(live.real, new, hit.tokens if hit else 0, external)
+            if not new:
+                return
+        else:
+            new = self._cut(request, local + external, new, op.stop)
+        drafts = max(0, op.drafts)
+        if self.has_checkpoints:  # Real blocks are longer than what is drafted, and prompts aren't.
+            drafts = min(drafts, min(self.model.spans) - 1) if local + external >= request.prompt_tokens else 0
+        new += drafts if 0 < new == left else 0
         computed = local + external + new
         too_far = left < (-3 if holds else 0) or computed > self.setup.max_tokens
         if too_far or self._is_left_out(request, hit, external, delay, computed):
+            return
+        checkpoints = self._checkpoints(request, local + external, computed)
+        if any(self.causes(issue, request, checkpoints) for issue in self.avoid & _CHECKPOINT_ISSUES.keys()):
             return
         in_flight = min(max(0, op.in_flight), request.computed)
         request.in_flight = 0 if "core-window-freed-too-early" in self.avoid else in_flight
@@ -198,6 +215,7 @@ class CachePair:
             "reserved": max(0, op.reserved),
             "others_run": bool(op.others_run),
         }
+        self._kept = checkpoints
         if self._allocate(live, new, hit, delay, settings):
             self._scheduled(live, computed, delay)
 
@@ -220,6 +238,36 @@ class CachePair:
         }
         return any(shows[issue] for issue in self.avoid & shows.keys())
 
+    def _checkpoints(self, request: Request, computed: int, tokens: int) -> list[Checkpoint | None]:
+        """Return what a step keeps in the middle of its chunk, per group."""
+        return [self.model.checkpoint(request, computed, tokens, index) for index in range(len(self.model.groups))]
+
+    def causes(self, issue: str, request: Request, checkpoints: list[Checkpoint | None]) -> bool:
+        """Whether a known issue can show in a step with checkpoints."""
+        shows = _CHECKPOINT_ISSUES[issue]
+        return any(one and shows(self, request, index, one) for index, one in enumerate(checkpoints))
+
+    def starts_inside(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-started-state-registered can show."""
+        return checkpoint.begin % self.model.spans[index] > 0
+
+    def leaves_spares(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-spares-registered can show: the step leaves a spare behind."""
+        held, spares = self.model.held.get(request.name), self.model.groups[index].spares
+        if held is None or not (held.running[index].allocated and spares):
+            return False
+        return len(held.rows[index]) - spares < checkpoint.place
+
+    def counts_nulls(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-checkpoint-counts-nulls can show: the step jumps over a place, and there are no spares."""
+        held, spares = self.model.held.get(request.name), self.model.groups[index].spares
+        return held is not None and not spares and checkpoint.place > len(held.rows[index])
+
+    def forgets(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
+        """Whether core-prompt-checkpoint-forgotten can show."""
+        end = checkpoint_end(self.model.layout, index, request.prompt_tokens)
+        return self.setup.interval == 0 and checkpoint.end == end
+
     def _over_allocated(self, request: Request, tokens: int) -> bool:
         rows = zip(self.model.groups, self.model.spans, self.model.tables.get(request.name, []), strict=False)
         return any(group.align and blocks_for(tokens, span) + group.spares < len(row) for group, span, row in rows)
@@ -236,7 +284,7 @@ class CachePair:
                 real, new, hit.tokens if hit else 0, hit=hit is not None, delay=delay, **settings
             )
         )
-        self._agree_on_refusal(request, settings, hit, expect, actual)
+        self._agree_on_refusal(live, settings, hit, expect, actual)
         if self.profile.hits_inside:
             self._agree_on_copies(hit)
         self._agree_on_rows(live, local + external, external, holds)
@@ -273,9 +321,10 @@ class CachePair:
         return end - computed if end > computed else new
 
     def _agree_on_refusal(
-        self, request: Request, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any
+        self, live: Live, settings: dict[str, Any], hit: Hit | None, expect: Any, actual: Any
     ) -> None:
         """Compare whether a step was refused, and what was counted for that."""
+        request, real = live
         in_growth = Refused("AssertionError") in (expect, actual)
         agree("STATE-2" if in_growth else "ALLOC-1", isinstance(expect, Refused), isinstance(actual, Refused))
         counts = [[call for call in calls if call[0] == "needed"] for calls in (self.calls, self.real.calls)]
@@ -288,6 +337,10 @@ class CachePair:
         clauses = ["NEED-2" if fresh else "NEED-5" if inside else "STATE-1" if self.has_align else "NEED-1"] * 2
         if settings["must_fit"] and not fresh:
             clauses[0] = "NEED-3"
+        asked = [bool(calls) and not calls[-1][1] for calls in counts]  # for the step, not only for admission
+        if self.has_checkpoints and all(asked) and not fresh:
+            clause = "NEED-6" if self.setup.interval == 0 else "STATE-6"
+            agree(clause, [one is not None for one in self._kept], self.real.keeps_checkpoint(real))
         for clause, expected, seen in zip(clauses, *counts, strict=False):
             agree("ALLOC-3", expected[1], seen[1])
             agree("ALLOC-4", expected[2], seen[2])
@@ -302,9 +355,9 @@ class CachePair:
         rows = self.model.tables.get(live.model.name, [[] for _ in self.model.groups])
         sides = zip(self.model.groups, self.model.spans, rows, self.real.rows(live.real), strict=True)
         for group, span, row, actual in sides:
-            nulls = [[index for index, block in enumerate(some) if block == NULL] for some in (row, actual)]
-            agree(("STATE-3" if group.align else "WINDOW-2") if held else "ALLOC-5", *nulls)
             covered = blocks_for(computed, span)
+            nulls = [[index for index, block in enumerate(some[:covered]) if block == NULL] for some in (row, actual)]
+            agree(("STATE-3" if group.align else "WINDOW-2") if held else "ALLOC-5", *nulls)
             agree("ALLOC-6" if external else "ALLOC-5", row[:covered], actual[:covered])
 
     def _agree_on_copies(self, hit: Hit | None) -> None:
@@ -320,7 +373,8 @@ class CachePair:
         full = [[call for call in calls if call[0] == "register"] for calls in (self.calls, self.real.calls)]
         ends = [[call[:4] for call in calls] for calls in full]
         agree("REG-1" if len(self.model.groups) == 1 else "REG-3", *ends)
-        agree("REG-2" if self.setup.interval < 0 else "REG-4", *full)
+        passes_over = any(one and one.begin % span for one, span in zip(self._kept, self.model.spans, strict=True))
+        agree("REG-8" if passes_over else "REG-2" if self.setup.interval < 0 else "REG-4", *full)
         tails = [[call[1:] for call in calls if call[0] == "tail"] for calls in (self.calls, self.real.calls)]
         for index, group in enumerate(self.model.groups):
             own = [[call for call in some if call[0] == index] for some in tails]
@@ -332,6 +386,9 @@ class CachePair:
 
     def _clause_of_tails(self, request: Request, index: int, tails: list[list[target.Call]]) -> str:
         """Return the clause that says where states are registered inside a prompt."""
+        if (kept := self._kept[index]) is not None:
+            ends = [call[1] for call in tails[1]]
+            return "REG-9" if not ends else "REG-8" if ends == [kept.end] else "STATE-5"
         parts = any(call[1] == request.shared_prefix for some in tails for call in some)
         same = request.shared_prefix == self.model.registrar.prompt_state_end(request, index)
         return "REG-7" if self.setup.junctions and parts and not same else "REG-6"
@@ -460,6 +517,7 @@ class CachePair:
             self.reached["hit"] += hit is not None and hit.tokens > 0
             self.reached["hit-inside"] += hit is not None and hit.tokens % self.model.layout.alignment > 0
             self.reached["external"] += external > 0
+            self.reached["checkpoint"] += any(self._kept)
             self.reached["held-again"] += hit is not None and any(
                 block in self._queue for row in hit.blocks for block in row
             )
@@ -560,6 +618,14 @@ _LOOKUP_ISSUES: dict[str, Callable[[CachePair, Hit, Hit], bool]] = {
     "core-second-full-group-not-cut": CachePair.leaves_tail,
     "core-eagle-unproven-hit": CachePair.lacks_proof,
     "core-mamba-hit-disagrees": CachePair.reaches_too_far,
+}
+
+
+_CHECKPOINT_ISSUES: dict[str, Callable[[CachePair, Request, int, Checkpoint], bool]] = {
+    "core-started-state-registered": CachePair.starts_inside,
+    "core-spares-registered": CachePair.leaves_spares,
+    "core-checkpoint-counts-nulls": CachePair.counts_nulls,
+    "core-prompt-checkpoint-forgotten": CachePair.forgets,
 }
 
 

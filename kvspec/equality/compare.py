@@ -154,15 +154,16 @@ def picked(some: list[int], pick: int, count: int, step: int) -> list[int]:
     return [some[place] for place in dict.fromkeys(places)]
 
 
-def described(groups: Sequence[Group]) -> list[tuple[str, int, int, bool, bool]]:
+def described(groups: Sequence[Group]) -> list[target.GroupSpec]:
     """Return groups as the target takes them."""
     return [
-        (
+        target.GroupSpec(
             "mamba-align" if group.align else group.kind.value,
             group.block_tokens,
             group.spares if group.align else group.reach,
             group.eagle,
             group.sharded,
+            group.checkpoint_unit,
         )
         for group in groups
     ]

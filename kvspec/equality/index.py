@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvspec.equality.compare import EndsAtKnown, Known, Names, Refused, avoided
+from kvspec.equality.compare import EndsAtKnown, Known, Names, Refused, avoided, described
 from kvspec.equality.tier import compare_tiers
 from kvspec.model import offload_ops as ops
 from kvspec.model.clauses import ClauseBroken, agree
@@ -77,7 +77,7 @@ class IndexPair(EndsAtKnown):
         """What the groups agreed on in the last lookup that asked them."""
         self._watch_model()
         self.real = target.RealEngine(
-            [(group.kind.value, group.block_tokens, group.reach, False, True) for group in setup.groups],
+            described(setup.groups),
             gpu_blocks=setup.gpu_blocks,
             slots=setup.slots,
             policy=setup.policy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvspec.model.profile import Profile, known_issues
+from kvspec.model.profile import CheckpointEnd, Profile, known_issues
 
 CORE_EVENTS = {
     "evicted": "a block that could be found was reused",
@@ -25,6 +25,7 @@ CORE_EVENTS = {
     "content": "a request arrived with an adapter, images or a salt",
     "hit-inside": "a hit ended inside a block",
     "copied": "a block was copied because its request goes on inside it",
+    "checkpoint": "a step kept a state in the middle of its chunk",
     "parted": "full attention's hit was longer than the other groups'",
     "external": "a request took over tokens that came from elsewhere",
     "left-window": "a request gave up blocks that it didn't read any more",
@@ -95,6 +96,7 @@ REQUIRED: Mapping[str, Mapping[str, Callable[[Profile], bool]]] = {
         ),
         "parted": lambda profile: profile.retains_shared_prefix,
         **dict.fromkeys({"hit-inside", "copied"}, lambda profile: profile.hits_inside),
+        "checkpoint": lambda profile: profile.checkpoint_end is not CheckpointEnd.NOWHERE,
         "refused-by-reserve": lambda profile: profile.reserve,
         "deferred": lambda profile: profile.deferred_frees,
     },

@@ -2,10 +2,11 @@
 
 To be read in this order: ``keys`` (what a block holds), ``pool`` (who holds which block, and which is reused first),
 ``groups`` (what a token reads), ``scaling`` (how many tokens a block spans), ``lookup`` (what a request finds),
-``states`` (which states it holds, and what is copied), ``registration`` (what it lets others find), ``cache`` (what it
-takes and gives back), ``deferred`` (when), ``steps`` (how far it is while steps are in flight), ``tiers`` (what the CPU
-holds), ``offload`` (what is stored there, and loaded), ``profile`` (what differs between releases). Each rule is a
-*clause* with an id; ``clauses.CLAUSES`` has them all.
+``checkpoints`` (which states are kept in the middle of a chunk), ``states`` (which states it holds, and what is
+copied), ``registration`` (what it lets others find), ``cache`` (what it takes and gives back), ``deferred`` (when),
+``steps`` (how far it is while steps are in flight), ``tiers`` (what the CPU holds), ``offload`` (what is stored there,
+and loaded), ``profile`` (what differs between releases). Each rule is a *clause* with an id; ``clauses.CLAUSES`` has
+them all.
 
 It is pure Python and can be used as a fake of vLLM's ``KVCacheManager`` in unit tests of a scheduler or a connector:
 

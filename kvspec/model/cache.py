@@ -7,14 +7,15 @@ only grow at their end.
 ``CacheManager`` is also a fake: it has no device and no engine behind it, and can stand for the real one in
 a unit test. What it finds is in ``lookup``, what it registers in ``registration``.
 
-Not modelled: what ``groups`` and ``states`` leave out; encoder blocks; zeroing; external tokens after a hit that
-ends inside a block.
+Not modelled: what ``groups``, ``states`` and ``checkpoints`` leave out; encoder blocks; zeroing; external tokens after
+a hit that ends inside a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvspec.model.checkpoints import Checkpoint, checkpoint_in
 from kvspec.model.clauses import clause
 from kvspec.model.groups import Group, Kind, admission_cap, blocks_for, skipped_tokens
 from kvspec.model.keys import PLAIN, Content, Text
@@ -153,10 +154,13 @@ class CacheManager:
         needed = self.blocks_needed(request, slots, hit, local + external, main=computed + new_tokens)
         if needed + watermark > len(self.pool.queue) - (reserved if self.profile.reserve else 0):
             return None
+        checkpoints = [
+            self.checkpoint(request, computed, computed + new_tokens, index) for index in range(len(self.groups))
+        ]
         if any(hit.blocks) or external:
             self._adopt(request, hit, local + external)
             self._take_external(request, external, local + external)
-        new = self._extend(request, slots, computed + new_tokens)
+        new = self._extend(request, slots, computed + new_tokens, checkpoints)
         if not delay_registration:
             known = len(request.text.tokens)
             tokens, held = computed + new_tokens, self.held[request.name]
@@ -262,7 +266,7 @@ class CacheManager:
                 needed += len(self.pool.blocks) + 1
                 continue
             if group.align:
-                needed += self._states_needed(request, hit, main, index)
+                needed += self._states_needed(request, hit, computed, main, index)
                 continue
             required = blocks_for(slots, span)
             cap = admission_cap(group, self.in_flight_tokens, self.max_tokens) if capped else None
@@ -283,15 +287,35 @@ class CacheManager:
         """
         return int(bool(hit.blocks[index]) and hit.tokens % self.spans[index] > 0)
 
-    def _states_needed(self, request: Request, hit: Hit, main: int, index: int) -> int:
+    def _states_needed(self, request: Request, hit: Hit, computed: int, main: int, index: int) -> int:
         row, running = hit.blocks[index], Running()
         count = len(row)
         if request.name in self.held:
             count += len(self.held[request.name].rows[index])
             running = self.held[request.name].running[index]
         copies = max(self.copies_needed(hit, index), int(running.shared is not None))
-        lacking = states_needed(self.groups[index], self.spans[index], main, count, copies, running, self.profile)
+        checkpoint = self.checkpoint(request, computed, main, index)
+        group, span = self.groups[index], self.spans[index]
+        lacking = states_needed(group, span, main, count, copies, running, checkpoint, self.profile)
         return lacking + sum(self.pool.is_free(block) for block in row)
+
+    @clause
+    def checkpoint(self, request: Request, computed: int, tokens: int, index: int) -> Checkpoint | None:
+        """NEED-6. Where sparse retention keeps resends only, a step takes a block for a checkpoint only if it computes
+        the prompt to its end.
+
+        After a preemption that is what was said as well, but for the last token. ``tokens`` are those after the step.
+        Returns the checkpoint, or None for none.
+
+        Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate.
+        Releases: 0.31.0 and later; before, all steps that can (``STATE-6``).
+        """
+        resends_only = self.registrar.interval == 0 and self.profile.keeps_no_transient_checkpoint
+        if resends_only and tokens < max(request.prompt_tokens, len(request.text.tokens) - 1):
+            return None
+        held = self.held.get(request.name)
+        row, allocated = (held.rows[index], held.running[index].allocated) if held else ([], False)
+        return checkpoint_in(self.layout, index, row, computed, tokens, allocated=allocated)
 
     @clause
     def _adopt(self, request: Request, hit: Hit, computed: int) -> None:
@@ -329,7 +353,9 @@ class CacheManager:
                 row += self.pool.allocate(max(0, blocks_for(computed, span) - len(row)))
 
     @clause
-    def _extend(self, request: Request, slots: int, main: int) -> tuple[list[int], ...]:
+    def _extend(
+        self, request: Request, slots: int, main: int, checkpoints: Sequence[Checkpoint | None]
+    ) -> tuple[list[int], ...]:
         """ALLOC-7. Then each group's row is extended by new blocks, group by group, until it has room for
         the slots.
 
@@ -339,6 +365,7 @@ class CacheManager:
         held, new = self._hold(request), []
         for index, (group, span) in enumerate(zip(self.groups, self.spans, strict=True)):
             row, running = held.rows[index], held.running[index]
+            running.checkpoint = checkpoints[index]
             if group.align:
                 blocks, copy = extend_states(self.pool, group, span, main, row, running)
             else:

@@ -48,15 +48,20 @@ class Group:
     """Mamba: states are kept at the ends of chunks only (cache mode "align"), see ``states``."""
     spares: int = 0
     """With ``align``: blocks for the states after draft tokens."""
+    checkpoint_unit: int = 0
+    """With ``align``: its kernel can export the states that lie a multiple of so many tokens after a chunk's beginning;
+    0 for none. See ``checkpoints``."""
 
     def __post_init__(self) -> None:
         windowed = self.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)
         refuse_outside("block_tokens of a group", self.block_tokens, 1, 4096)
+        refuse_outside("checkpoint_unit of a group", self.checkpoint_unit, 0, 4096 if self.align else 0)
         refuse_outside(f"reach of a {self.kind.value} group", self.reach, 1 if windowed else 0, 65536)
 
     def __str__(self) -> str:
         reach = f" {self.reach}" if self.reach else ""
         notes = " with drafts" * self.eagle + " replicated" * (not self.sharded)
+        notes += " with checkpoints" * (self.checkpoint_unit > 0)
         return f"{self.kind.value}{reach} in blocks of {self.block_tokens}{notes}"
 
     def layout(self) -> Group:

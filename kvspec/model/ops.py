@@ -15,7 +15,7 @@ import msgspec
 from kvspec.errors import refuse_outside
 from kvspec.model.coarse import SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import Profile, known_issues
+from kvspec.model.profile import CheckpointEnd, Profile, known_issues
 from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
 from kvspec.ops import HISTORY_FORMAT
 
@@ -268,7 +268,8 @@ class Schedule(CoarseOp, frozen=True, tag="schedule"):
     """So many of its computed tokens are still in flight."""
     stop: int = 0
     """With a Mamba group in align mode the chunk ends at the end of a block (1), of a hash block (2), of one before the
-    prompt's last token (3), where the request parts from an earlier one (4), if it reaches that; else (0) anywhere.
+    prompt's last token (3), where the request parts from an earlier one (4), if it reaches that; else (0) anywhere. If
+    the group keeps checkpoints, it ends where vLLM's scheduler ends it.
     """
 
 
@@ -379,7 +380,7 @@ INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
 """Families whose hits can end inside blocks, some only with hash blocks that are smaller than all blocks."""
 
 FAMILIES = (
-    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF"),
+    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF", "F2A"),
     *INSIDE_FAMILIES * 2,
 )
 """Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
@@ -402,10 +403,12 @@ def cache_setup(
     interval: int,
     unit: int,
     junctions: int,
+    checkpoints: int,
     shows: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = FAMILIES[family]
+    checkpoints = 0 if profile.checkpoint_end is CheckpointEnd.NOWHERE else checkpoints
     size = 2 * block_tokens
     groups: list[Group] = []
     for index, letter in enumerate(letters):
@@ -417,7 +420,8 @@ def cache_setup(
         length = {"W": window, "C": chunk}.get(letter, 0)
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
         spares = reach % 3 if letter == "A" else 0
-        groups.append(Group(_KINDS[letter], size, length, draft, align=letter == "A", spares=spares))
+        exports = max(0, checkpoints) if letter == "A" else 0
+        groups.append(Group(_KINDS[letter], size, length, draft, True, letter == "A", spares, exports))
     issue = shown(profile, "cache", shows)
     avoided = known_issues(profile.release) - {issue}
     if "core-eagle-window-unregistered" in avoided and "2" in letters:
@@ -425,7 +429,8 @@ def cache_setup(
     kinds = set(letters) - {"2"}
     spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))
-    caches = caching > 0 and (profile.caches_every_state or "M" not in letters)
+    keeps = any(group.checkpoint_unit for group in groups)
+    caches = (caching > 0 or keeps) and (profile.caches_every_state or "M" not in letters)
     equal_spans = "M" in kinds and caches and profile.caches_every_state_if_spans_are_equal
     replicates = "F" in kinds and kinds <= set("FMA") and profile.cp_with_several_groups and not equal_spans
     may_be_smaller = profile.hits_inside and "A2" in letters and all(group.block_tokens > size for group in groups)
@@ -458,6 +463,7 @@ CACHE_SETUP_RANGES = {
     "interval": (-3, 2),
     "unit": (0, 3),
     "junctions": (0, 1),
+    "checkpoints": (-2, 2),
     "shows": SHOWS,
 }
 

@@ -65,6 +65,15 @@ class PromptState(Enum):
     ANYWHERE = "where a resend of the prompt goes on, at a block's end too"
 
 
+class CheckpointEnd(Enum):
+    """At which position in a chunk a Mamba group in align mode keeps a state, if its kernel can export one."""
+
+    NOWHERE = "none"
+    BLOCK = "the end of the last block, if the chunk begins at the end of one and ends inside one"
+    HASH_BLOCK = "the end of the last hash block before the last token, or with a draft model of the one before it"
+    HIT = "where a resend of what is computed then goes on"
+
+
 class TierRecency(Enum):
     """When a chunk of the CPU tier gets its place in the order of eviction (LRU)."""
 
@@ -259,6 +268,40 @@ class Profile:
             "A step counts the blocks for states that it lacks; before, it counted the most that it can lack.",
             "v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate",
             {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    counts_lacking_states_at_checkpoints: bool = field(
+        metadata=_switch(
+            "A later step with a checkpoint counts the blocks for states that it lacks.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
+    checkpoint_end: CheckpointEnd = field(
+        metadata=_switch(
+            "At which position in a chunk a state is kept, if the kernel can export one.",
+            "v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position (0.29.0: "
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._needs_internal_checkpoint)",
+            {
+                "0.20.2": CheckpointEnd.NOWHERE,
+                "0.29.0": CheckpointEnd.BLOCK,
+                "0.30.0": CheckpointEnd.HASH_BLOCK,
+                "0.32.0": CheckpointEnd.HIT,
+            },
+        )
+    )
+    keeps_no_transient_checkpoint: bool = field(
+        metadata=_switch(
+            "If sparse retention keeps resends only, a chunk before the prompt's end takes no block for a checkpoint.",
+            "v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate (prefill_end)",
+            {"0.20.2": False, "0.31.0": True},
+        )
+    )
+    registers_inner_checkpoints: bool = field(
+        metadata=_switch(
+            "Without sparse retention, checkpoints of earlier chunks are registered inside blocks too.",
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block",
+            {"0.20.2": True, "0.32.0": False},
         )
     )
     hits_inside: bool = field(
@@ -707,6 +750,38 @@ KNOWN_ISSUES = (
         "0.32.0",
         "A step that is scheduled before the first output registers a state past the prompt's end as that of the end.",
         "tests/bugs/core_passed_state_registered.py",
+    ),
+    KnownIssue(
+        "core-started-state-registered",
+        "REG-8",
+        "0.30.0",
+        None,
+        "The state inside a block that a chunk with a checkpoint begins with is registered as that of the block's end.",
+        "tests/bugs/core_started_state_registered.py",
+    ),
+    KnownIssue(
+        "core-spares-registered",
+        "STATE-1",
+        "0.30.0",
+        "0.32.0",
+        "In a step with a checkpoint spares stay in their places, and are registered as the states of blocks' ends.",
+        "tests/bugs/core_spares_registered.py",
+    ),
+    KnownIssue(
+        "core-checkpoint-counts-nulls",
+        "STATE-1",
+        "0.30.0",
+        "0.31.0",
+        "A later step with a checkpoint counts a block for each place that it jumps over.",
+        "tests/test_core_machine.py",
+    ),
+    KnownIssue(
+        "core-prompt-checkpoint-forgotten",
+        "REG-9",
+        "0.30.0",
+        "0.31.0",
+        "If sparse retention keeps resends only, the checkpoint of the prompt's last chunk isn't registered.",
+        "tests/test_core_machine.py",
     ),
     KnownIssue(
         "core-states-over-allocated",

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvspec.model.checkpoints import Checkpoint, checkpoint_end
 from kvspec.model.clauses import clause
 from kvspec.model.groups import Kind, blocks_for, worth_registering
 from kvspec.model.keys import Key
 from kvspec.model.layout import Layout
 from kvspec.model.pool import NULL, BlockPool
-from kvspec.model.profile import PromptState
+from kvspec.model.profile import CheckpointEnd, PromptState
 from kvspec.model.requests import Request
 from kvspec.model.scaling import whole_blocks
 from kvspec.model.states import Running
@@ -63,18 +64,25 @@ class Registrar:
             return
         for index in range(len(self.layout.groups)):
             end = self._registrable(tokens, index)
-            self._register_full(request, end, index, held)
+            considered = self._register_full(request, end, index, held)
             self._register_tail(request, end, index, held.rows[index])
-            if whole_chunk or end < len(request.text.tokens):
+            checkpoint = held.running[index].checkpoint
+            if checkpoint and self.layout.profile.checkpoint_end is not CheckpointEnd.BLOCK:
+                self._register_checkpoint(request, end, index, held.rows[index], checkpoint)
+            elif whole_chunk or end < len(request.text.tokens):
                 self._register_prompt_state(request, end, index, held)
+            if self.layout.groups[index].kind is Kind.MAMBA:
+                keys = (self.pool.blocks[block].hash for block in held.rows[index][considered.start : considered.stop])
+                self.fresh.update(key for key in keys if key is not None)
 
-    def _register_full(self, request: Request, tokens: int, index: int, held: Held) -> None:
+    def _register_full(self, request: Request, tokens: int, index: int, held: Held) -> range:
+        """Register full blocks. Returns the places in the row that were considered."""
         layout, row = self.layout, held.rows[index]
         group, span = layout.groups[index], layout.spans[index]
         hashed = len(request.text.hashes) * layout.hash_tokens
         first, end = held.passed[index], whole_blocks(min(tokens, hashed), span)
         if first >= end:
-            return
+            return range(0)
         wanted = None
         if layout.profile.masks_unreachable:
             boundaries, drops = self._boundaries(request, index), layout.drops[index]
@@ -82,11 +90,13 @@ class Registrar:
             sparse = group.kind is not Kind.MAMBA or layout.profile.retains_states_sparsely
             interval = self.interval if sparse else None
             wanted = worth_registering(group, span, unit, drops, interval, boundaries, range(first, end))
+        checkpoint = held.running[index].checkpoint
+        if checkpoint and checkpoint.begin % span and first <= checkpoint.begin // span < end:
+            wanted = wanted or [True] * (end - first)
+            wanted[checkpoint.begin // span - first] = False
         self.pool.register(request.text, row, first, end, span, index, wanted)
         held.passed[index] = end
-        if group.kind is Kind.MAMBA:
-            keys = (self.pool.blocks[block].hash for block in row[first:end])
-            self.fresh.update(key for key in keys if key is not None)
+        return range(first, end)
 
     @clause
     def _register_tail(self, request: Request, tokens: int, index: int, row: Sequence[int]) -> None:
@@ -137,6 +147,46 @@ class Registrar:
         if tokens % span:
             held.running[index].shared = place
             held.passed[index] = place
+
+    @clause
+    def _register_checkpoint(
+        self, request: Request, tokens: int, index: int, row: Sequence[int], checkpoint: Checkpoint
+    ) -> None:
+        """REG-8. A checkpoint's block is registered for where the checkpoint ends, and for nothing else; the state
+        inside a block that its chunk begins with isn't registered for the block's end, which the chunk passes over.
+
+        A checkpoint that isn't wanted takes the place of a block's end as well.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block.
+        Releases: 0.30.0 and later (0.29.0: a checkpoint ends where its block does).
+        """
+        block = row[checkpoint.place]
+        if not self._wants_checkpoint(request, tokens, index, checkpoint):
+            self.pool.evict([block])
+        elif self.pool.blocks[block].hash_end != checkpoint.end:
+            key = self.pool.register_tail(request.text, block, checkpoint.end, index, replace=True)
+            if key is not None:
+                self.fresh.add(key)
+
+    @clause
+    def _wants_checkpoint(self, request: Request, tokens: int, index: int, checkpoint: Checkpoint) -> bool:
+        """REG-9. A checkpoint is registered if it is where a resend of the prompt goes on, where the request parts from
+        an earlier one, or if it is a block's end whose state is registered anyway.
+
+        Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block.
+        Releases: 0.30.0 and later; 0.30.0 and 0.31.0 register all, unless sparse retention keeps resends only.
+        """
+        layout, span = self.layout, self.layout.spans[index]
+        if checkpoint.end in (checkpoint_end(layout, index, request.prompt_tokens), request.shared_prefix):
+            return True
+        if layout.profile.registers_inner_checkpoints:
+            return self.interval != 0 or tokens >= request.prompt_tokens
+        if checkpoint.end % span:
+            return False
+        block = checkpoint.end // span - 1
+        group, drops = layout.groups[index], layout.drops[index]
+        kept = worth_registering(group, span, layout.hit_tokens, drops, self.interval, (), range(block, block + 1))
+        return kept is None or kept[0]
 
     @clause
     def _ends_at_junction(self, request: Request, tokens: int) -> bool:

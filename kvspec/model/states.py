@@ -8,9 +8,10 @@ after each draft token.
 A state can be registered for where a prompt ends inside a block (0.26.0 and later), and hit there. What is found is
 never changed: who goes on from it does so in a copy, or, if it is the request's own state, leaves a copy behind.
 
-Not modelled: checkpoints inside a chunk (0.29.0 and later, only with a backend that can export them);
-the hand-over of states to a connector; a connector whose tokens come while the step computes on (none of vLLM's
-offload connectors): the count of needed blocks leaves out the block for them.
+A state in the middle of a chunk can be kept too (0.29.0 and later), see ``checkpoints``.
+
+Not modelled: the hand-over of states to a connector; a connector whose tokens come while the step computes on (none of
+vLLM's offload connectors): the count of needed blocks leaves out the block for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvspec.model.checkpoints import Checkpoint
 from kvspec.model.clauses import clause
 from kvspec.model.groups import Group, blocks_for, skipped_tokens
 from kvspec.model.pool import NULL, BlockPool
@@ -34,6 +36,8 @@ class Running:
     """The place in the row of the state that its last step started from."""
     shared: int | None = None
     """The place in the row of a block that can be found and that its next step writes: it must be copied first."""
+    checkpoint: Checkpoint | None = None
+    """What its last step keeps in the middle of its chunk."""
 
 
 class Copy(NamedTuple):
@@ -85,23 +89,32 @@ def leave_state(pool: BlockPool, row: list[int], running: Running) -> Copy | Non
 
 @clause
 def states_needed(
-    group: Group, span: int, tokens: int, held: int, copies: int, running: Running, profile: Profile
+    group: Group,
+    span: int,
+    tokens: int,
+    held: int,
+    copies: int,
+    running: Running,
+    checkpoint: Checkpoint | None,
+    profile: Profile,
 ) -> int:
-    """STATE-1. A step takes at most one new block for its running state, and at first one for each draft token
-    besides: spares move on.
+    """STATE-1. A step takes at most one new block for its running state, one for a checkpoint, and at first one for
+    each draft token besides: spares move on.
 
     Slots for a draft model's own lookahead don't count: it has no states. ``tokens`` are those after the step,
     ``held`` counts the row and the hit, ``copies`` is 1 if a block is copied. Blocks; negative where more is held than
     needed.
 
     Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_blocks_to_allocate.
-    Releases: all (0.30.0 and older count that many as soon as one is lacking).
+    Releases: all (0.30.0 and older count that many as soon as one is lacking; 0.30.0 not in a later step with a
+    checkpoint).
     """
     lacking = blocks_for(tokens, span) + group.spares - held
     if copies:
         lacking = max(lacking, 0) + copies
-    most = copies + (1 if running.allocated else 1 + group.spares)
-    if lacking > 0 and not profile.counts_lacking_states:
+    most = copies + (checkpoint is not None) + (1 if running.allocated else 1 + group.spares)
+    at_checkpoint = running.allocated and checkpoint is not None and profile.counts_lacking_states_at_checkpoints
+    if lacking > 0 and not (profile.counts_lacking_states or at_checkpoint):
         return most
     return min(lacking, most)
 
@@ -113,7 +126,8 @@ def extend_states(
     """STATE-2. A row grows to the block of the step's last token and the spares: places jumped over are null, old
     spares move to the end.
 
-    Returns what is new in the row, null blocks and moved ones included, a copy first; and what must be copied.
+    With a checkpoint the place before the running state's gets a block too, and keeps a spare that it has. Returns what
+    is new in the row, null blocks and moved ones included, a copy first; and what must be copied.
 
     Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, MambaManager.allocate_new_blocks.
     Releases: all.
@@ -123,14 +137,14 @@ def extend_states(
     if required <= before and running.shared is None:
         running.allocated |= pool.profile.counts_full_rows_as_allocated
         return [], None
-    last = required - group.spares - 1
+    jumped = required - group.spares - 1 - (running.checkpoint is not None)
     if running.allocated:
         running.source = before - group.spares - 1
     elif before:
         running.source = before - 1
-    row += [NULL] * (last - before)
+    row += [NULL] * (jumped - before)
     if running.allocated:
-        for place in range(before - group.spares, min(before, last)):
+        for place in range(before - group.spares, min(before, jumped)):
             row.append(row[place])
             row[place] = NULL
     lacking = required - len(row) if running.shared is None else max(required - len(row), 0)

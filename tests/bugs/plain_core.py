@@ -8,6 +8,7 @@ The scripts ``core_*.py`` beside this file use it to show a finding without kvsp
 import inspect
 import math
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -18,6 +19,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 kv_cache_utils.init_none_hash(sha256)
@@ -35,13 +37,17 @@ def window(block_size, tokens):
     )
 
 
-def states(block_size, drafts=0):
+def states(block_size, drafts=0, exports=0):
+    """Mamba in align mode; its kernel can export a state every so many tokens of a chunk (0: none)."""
+    known = inspect.signature(interface.MambaSpec).parameters
+    checkpoints = {"num_prefill_checkpoint_blocks": int(exports > 0), "prefill_checkpoint_alignment": exports or None}
     return interface.MambaSpec(
         block_size=block_size,
         shapes=((1,),),
         dtypes=(torch.float16,),
         mamba_cache_mode="align",
         num_speculative_blocks=drafts,
+        **{name: value for name, value in checkpoints.items() if name in known},
     )
 
 
@@ -70,6 +76,7 @@ class Cache:
             "dcp_world_size": dcp,
         }
         known = inspect.signature(KVCacheManager.__init__).parameters
+        self.groups = config.kv_cache_groups
         self.manager = KVCacheManager(**{name: value for name, value in arguments.items() if name in known})
 
     def request(self, name, tokens, **more):
@@ -88,6 +95,26 @@ class Cache:
         tokens = request.num_tokens if tokens is None else tokens
         assert self.manager.allocate_slots(request, tokens) is not None
         request.num_computed_tokens += tokens
+
+    def chunk(self, request, tokens, hit=0):
+        """Return how many of the next tokens the scheduler computes in one step, in align mode with checkpoints."""
+        (spec,) = (group.kv_cache_spec for group in self.groups if isinstance(group.kv_cache_spec, interface.MambaSpec))
+        scheduler = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=spec.block_size),
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in self.groups)),
+            hash_block_size=self.hash_size,
+            max_num_scheduled_tokens=256,
+            num_hash_lookahead_tokens=0,
+            use_eagle=False,  # 0.29
+            use_eagle_block_drop=False,
+            mamba_has_prefill_checkpoint_blocks=spec.num_prefill_checkpoint_blocks > 0,
+            mamba_prefill_checkpoint_alignment=getattr(spec, "prefill_checkpoint_alignment", None),
+            mamba_partial_cache_hit=self.manager.coordinator.enable_partial_hash_hits,
+            mamba_shared_prefix_checkpoint=False,  # 0.31 and later
+            mamba_fine_grained_prefix_cache=False,  # 0.30
+        )
+        return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, hit)
 
     def rows(self, request):
         return self.manager.get_block_ids(request.request_id)

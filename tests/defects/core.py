@@ -131,6 +131,79 @@ def full_attention_hits_lose_their_last_block(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "get_computed_blocks", computed)
 
 
+def a_step_takes_no_block_for_a_checkpoint(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    patch.setattr(MambaManager, "_needs_internal_checkpoint", lambda self, *arguments: False)
+
+
+def a_checkpoint_ends_a_hash_block_too_early(patch: Patch) -> None:
+    from vllm.v1.core import single_type_kv_cache_manager as managers
+
+    real = managers.get_mamba_prefill_checkpoint_position
+
+    def position(num_tokens: int, unit: int, *arguments: Any, **named: Any) -> int:
+        return max(int(real(num_tokens, unit, *arguments, **named)) - unit, 0)
+
+    patch.setattr(managers, "get_mamba_prefill_checkpoint_position", position)
+
+
+def every_chunk_keeps_a_checkpoint(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    real = MambaManager.get_num_blocks_to_allocate
+
+    @wraps(real)
+    def needed(self: Any, *arguments: Any, **named: Any) -> Any:
+        return real(self, *arguments, **named | {"prefill_end": 0})
+
+    patch.setattr(MambaManager, "get_num_blocks_to_allocate", needed)
+
+
+def every_checkpoint_can_be_hit(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    real = MambaManager._cache_partial_tail_block
+
+    def register(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        parts = request.shared_prefix_boundary
+        request.shared_prefix_boundary = self._checkpoints.get(request.request_id, (parts,))[0]
+        try:
+            return real(self, request, *arguments, **named)
+        finally:
+            request.shared_prefix_boundary = parts
+
+    patch.setattr(MambaManager, "_cache_partial_tail_block", register)
+
+
+def a_checkpoint_cannot_be_hit(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    real = MambaManager._cache_partial_tail_block
+
+    def register(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        if request.request_id in self._checkpoints:
+            return None
+        return real(self, request, *arguments, **named)
+
+    patch.setattr(MambaManager, "_cache_partial_tail_block", register)
+
+
+def a_checkpoint_takes_the_place_of_a_null_block(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    real = MambaManager.allocate_new_blocks
+
+    def allocate(self: Any, request_id: str, *arguments: Any) -> Any:
+        kept = self._checkpoints.pop(request_id, None) if self.mamba_cache_mode == "align" else None
+        blocks = real(self, request_id, *arguments)
+        if kept:
+            self._checkpoints[request_id] = kept
+        return blocks
+
+    patch.setattr(MambaManager, "allocate_new_blocks", allocate)
+
+
 def _core(kind: str, law: str, level: str, plant: Any, sentence: str) -> tuple[str, Defect]:
     return plant.__name__, Defect("vllm-core", kind, law, sentence, plant, level)
 
@@ -170,6 +243,30 @@ DEFECTS = dict(
             "cache",
             full_attention_hits_lose_their_last_block,
             "A hit is a token shorter than it may be.",
+        ),
+        _core("states", "STATE-6", "cache", a_step_takes_no_block_for_a_checkpoint, "No checkpoint has a block."),
+        _core(
+            "states",
+            "STATE-5",
+            "cache",
+            a_checkpoint_ends_a_hash_block_too_early,
+            "A checkpoint is found a hash block before where it is.",
+        ),
+        _core(
+            "states",
+            "NEED-6",
+            "cache",
+            every_chunk_keeps_a_checkpoint,
+            "Checkpoints that no hit needs take blocks.",
+        ),
+        _core("index", "REG-8", "cache", every_checkpoint_can_be_hit, "A checkpoint that nobody asks for is found."),
+        _core("index", "REG-9", "cache", a_checkpoint_cannot_be_hit, "The prompt's checkpoint isn't found."),
+        _core(
+            "states",
+            "STATE-2",
+            "cache",
+            a_checkpoint_takes_the_place_of_a_null_block,
+            "What was counted for a checkpoint isn't taken: its place is null.",
         ),
     ]
 )

@@ -11,7 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from kvspec.defects import Defect, Patch
-from kvspec.model import cache, deferred, groups, keys, layout, lookup, pool, registration, scaling, states, steps
+from kvspec.model import (
+    cache,
+    checkpoints,
+    deferred,
+    groups,
+    keys,
+    layout,
+    lookup,
+    pool,
+    registration,
+    scaling,
+    states,
+    steps,
+)
 from kvspec.model.pool import NULL
 
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -25,7 +38,7 @@ def changed(owner: Any, name: str, wrap: Wrap) -> Callable[[Patch], None]:
         from kvspec.equality import scaling as sizes
 
         original = getattr(owner, name)
-        for place in (owner, cache, layout, lookup, registration, scaling, states, pair, sizes):
+        for place in (owner, cache, checkpoints, layout, lookup, registration, scaling, states, pair, sizes):
             if vars(place).get(name) is original:
                 patch.setattr(place, name, wrap(original))
 
@@ -137,6 +150,17 @@ def _keeps_spares_in_place(original: Any) -> Any:
     return extend
 
 
+def _keeps_transient_checkpoints(original: Any) -> Any:
+    def checkpoint(self: Any, *arguments: Any) -> Any:
+        interval, self.registrar.interval = self.registrar.interval, None
+        try:
+            return original(self, *arguments)
+        finally:
+            self.registrar.interval = interval
+
+    return checkpoint
+
+
 def _counts_one_less(original: Any) -> Any:
     def schedule(self: Any, name: str, drafts: int) -> None:
         original(self, name, drafts)
@@ -237,6 +261,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "NEED-3": ("cache", without(groups, "admission_cap")),
     "NEED-5": ("cache", without(C, "copies_needed", 0)),
     "NEED-4": ("cache", without(R, "new_step")),
+    "NEED-6": ("cache", changed(C, "checkpoint", _keeps_transient_checkpoints)),
     "ALLOC-1": ("cache", without(C, "_refuse_nothing")),
     "ALLOC-2": ("cache", without(C, "_watermark", 0)),
     "ALLOC-3": ("cache", without(C, "_fits", True)),
@@ -245,7 +270,7 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "ALLOC-6": ("cache", changed(C, "_take_external", _takes_one_less)),
     "ALLOC-7": (
         "cache",
-        changed(C, "_extend", lambda f: lambda self, r, n, main: f(self, r, n + min(self.spans), main)),
+        changed(C, "_extend", lambda f: lambda self, r, n, *a: f(self, r, n + min(self.spans), *a)),
     ),
     "ALLOC-8": ("cache", changed(C, "allocate", lambda f: lambda self, *a, reserved, **n: f(self, *a, **n))),
     "ALLOC-9": ("cache", without(states, "own_tail")),
@@ -267,10 +292,14 @@ _CLAUSES: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "REG-5": ("cache", without(R, "_register_tail")),
     "REG-6": ("cache", without(R, "_register_prompt_state")),
     "REG-7": ("cache", without(R, "_ends_at_junction", False)),
+    "REG-8": ("cache", without(R, "_register_checkpoint")),
+    "REG-9": ("cache", without(R, "_wants_checkpoint", True)),
     "STATE-1": ("cache", changed(states, "states_needed", lambda f: lambda *a: f(*a) + 1)),
     "STATE-2": ("cache", changed(states, "extend_states", _keeps_spares_in_place)),
     "STATE-3": ("cache", without(states, "states_passed", ([], []))),
     "STATE-4": ("cache", without(states, "leave_state")),
+    "STATE-5": ("cache", changed(checkpoints, "checkpoint_end", lambda f: lambda *a: f(*a) - 2)),
+    "STATE-6": ("cache", without(checkpoints, "checkpoint_in")),
     "STEP-1": ("scheduler", changed(S, "schedule", _counts_one_less)),
     "STEP-2": ("scheduler", without(S, "_take_back")),
     "STEP-3": ("scheduler", changed(S, "admit", lambda f: lambda self, name, hit: f(self, name, 0))),

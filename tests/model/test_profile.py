@@ -11,6 +11,7 @@ import pytest
 from kvspec.model import (
     CLAUSES,
     cache,
+    checkpoints,
     deferred,
     groups,
     keys,
@@ -90,7 +91,21 @@ def test_histories_can_show_every_known_issue_of_the_release_one_at_a_time(relea
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
-    found = (cache, deferred, groups, keys, lookup, offload, pool, registration, scaling, states, steps, tiers)
+    found = (
+        cache,
+        checkpoints,
+        deferred,
+        groups,
+        keys,
+        lookup,
+        offload,
+        pool,
+        registration,
+        scaling,
+        states,
+        steps,
+        tiers,
+    )
     modules = {module.__name__ for module in found}
     for clause in CLAUSES.values():
         assert clause.sentence.endswith((".", ")"))

@@ -10,8 +10,8 @@ from kvspec.model.profile import RELEASES, profile_for
 from kvspec.model.requests import Request
 
 
-def aligned(spares: int = 0) -> Group:
-    return Group(Kind.MAMBA, 4, align=True, spares=spares)
+def aligned(spares: int = 0, checkpoint_unit: int = 0, block_tokens: int = 4) -> Group:
+    return Group(Kind.MAMBA, block_tokens, align=True, spares=spares, checkpoint_unit=checkpoint_unit)
 
 
 def cache_of(*groups: Group, release: str = RELEASES[-1], blocks: int = 20) -> CacheManager:
@@ -69,3 +69,51 @@ def test_states_before_a_gap_are_released_since_0_30_even_if_steps_are_in_flight
         step(cache, request, tokens)
     first = 0 if profile_for(release).releases_past_gaps else 1
     assert cache.tables["a"] == [[0, first, 0, 2, 0, 3, 0, 4]]
+
+
+@pytest.mark.parametrize(("release", "tables"), [("0.28.0", [0, 0, 0, 0, 0, 1]), ("0.29.0", [0, 0, 0, 0, 1, 2])])
+def test_since_0_29_a_chunk_that_ends_inside_a_block_keeps_the_state_of_the_last_block(
+    release: str, tables: list[int]
+) -> None:
+    cache = cache_of(aligned(checkpoint_unit=1), release=release)
+    step(cache, arrive(cache, "a", 21), 21)
+    assert cache.tables["a"] == [tables]
+    assert cache.lookup(arrive(cache, "b", 21)).tokens == (20 if release == "0.29.0" else 0)
+
+
+def test_a_checkpoint_ends_inside_a_block_and_is_hit_there() -> None:
+    cache = CacheManager([Group(Kind.FULL, 8), aligned(0, 1, 8)], 20, profile_for("0.33.0"), unit=2)
+    step(cache, arrive(cache, "a", 21), 21)
+    assert cache.tables["a"] == [[1, 2, 3], [0, 4, 5]]
+    cache.new_step()
+    hit = cache.lookup(arrive(cache, "b", 21))
+    assert (hit.tokens, hit.blocks) == (20, ([1, 2, 3], [0, 0, 4]))
+
+
+def test_a_kernel_exports_states_only_at_multiples_of_its_unit() -> None:
+    cache = cache_of(aligned(checkpoint_unit=8))
+    step(cache, arrive(cache, "a", 21), 21)
+    assert cache.tables["a"] == [[0, 0, 0, 0, 0, 1]]
+    step(cache, arrive(cache, "b", 19), 19)
+    assert cache.tables["b"] == [[0, 0, 0, 2, 3]]
+
+
+def test_a_spare_becomes_the_block_of_a_checkpoint() -> None:
+    cache = cache_of(aligned(spares=2, checkpoint_unit=1))
+    request = arrive(cache, "a", 15)
+    step(cache, request, 4)
+    assert cache.tables["a"] == [[1, 2, 3]]
+    step(cache, request, 11)
+    assert cache.tables["a"] == [[1, 0, 3, 2, 4, 5]]
+
+
+def test_the_state_that_a_chunk_with_a_checkpoint_begins_with_inside_a_block_is_not_that_of_its_end() -> None:
+    cache = CacheManager([Group(Kind.FULL, 8), aligned(0, 1, 8)], 20, profile_for("0.33.0"), unit=4)
+    step(cache, arrive(cache, "a", 5), 4)
+    cache.new_step()
+    request = arrive(cache, "b", 29)
+    hit = cache.lookup(request)
+    assert hit.tokens == 4
+    assert cache.allocate(request, 25, hit) is not None
+    kept = cache.tables["b"][1]
+    assert [cache.pool.blocks[block].hash_end for block in kept if block] == [0, 28, 0]

@@ -341,6 +341,21 @@ def _tail_call(arguments: dict[str, Any], result: Any) -> Call:
     return "tail", arguments["kv_cache_group_id"], arguments["num_tokens"]
 
 
+class GroupSpec(NamedTuple):
+    """A group of layers."""
+
+    kind: str
+    block_tokens: int
+    reach: int
+    """Window or chunk, in tokens; of Mamba in align mode the blocks for states after draft tokens."""
+    eagle: bool
+    """Whether there are draft layers among them."""
+    sharded: bool
+    """Whether decode context parallelism spreads their tokens."""
+    checkpoint_unit: int = 0
+    """See ``kvspec.model.groups.Group``."""
+
+
 class Sizes(NamedTuple):
     """Sizes that follow from groups and context parallelism, in tokens."""
 
@@ -350,18 +365,25 @@ class Sizes(NamedTuple):
     spans: list[int]
 
 
-def _spec(kind: str, block_tokens: int, reach: int, sharded: bool, caching: bool) -> Any:
+def _spec(group: GroupSpec, caching: bool) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface as interface
 
+    kind, block_tokens, reach, _, sharded, checkpoint_unit = group
     if kind in ("mamba", "mamba-align"):
         mode = "align" if kind == "mamba-align" else "all" if caching else "none"
+        known = _parameters(interface.MambaSpec)
+        checkpoints = {
+            "num_prefill_checkpoint_blocks": int(checkpoint_unit > 0),  # 0.29 and later
+            "prefill_checkpoint_alignment": checkpoint_unit or None,  # 0.30 and later
+        }
         return interface.MambaSpec(
             block_size=block_tokens,
             shapes=((1,),),
             dtypes=(torch.float16,),
             mamba_cache_mode=mode,
             num_speculative_blocks=reach,
+            **{name: value for name, value in checkpoints.items() if name in known},
         )
     common = {"block_size": block_tokens, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
     if not sharded:
@@ -392,7 +414,7 @@ class RealCache:
     """A ``KVCacheManager``, and of the scheduler what defers the release of blocks.
 
     Args:
-        groups: (kind, block tokens, reach or spare blocks, draft layers, sharded) of each.
+        groups: all of them.
         num_blocks: blocks of the pool.
         caching: prefix caching.
         prefill, decode: sizes of context parallelism.
@@ -406,7 +428,7 @@ class RealCache:
 
     def __init__(
         self,
-        groups: Sequence[tuple[str, int, int, bool, bool]],
+        groups: Sequence[GroupSpec],
         num_blocks: int,
         *,
         caching: bool,
@@ -425,7 +447,8 @@ class RealCache:
         register_specs()
         config = cache_config(groups, num_blocks, caching, interval)
         # An engine in align mode has the blocks of its states; up to 0.27 hash blocks depend on that.
-        block_tokens = next((tokens for kind, tokens, *_ in groups if kind == "mamba-align"), groups[0][1])
+        aligned = [group for group in groups if group.kind == "mamba-align"]
+        block_tokens = [*aligned, groups[0]][0].block_tokens
         alignment, hash_tokens = _block_sizes(config, block_tokens, caching, prefill, decode, unit)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
@@ -454,6 +477,7 @@ class RealCache:
         self.sizes = Sizes(alignment, hash_tokens, hit_tokens, spans)
         self.pool = self.manager.block_pool
         self.fence = _fence(self.manager)
+        self._splitter = _splitter(self.manager, aligned, self.sizes, eagle, max_tokens) if aligned else None
         self.calls: list[Call] = []
         self._record(self.manager.coordinator, "get_num_blocks_to_allocate", _needed_call)
         self._record(self.pool, "cache_full_blocks", _register_call)
@@ -550,6 +574,18 @@ class RealCache:
         new = self.manager.allocate_slots(request, new_tokens, **arguments)
         return None if new is None else tuple([block.block_id for block in row] for row in new.blocks)
 
+    def chunk(self, request: Any, new_tokens: int, hit_tokens: int, external: int) -> int:
+        """Return how many of the new tokens the scheduler computes in one step of align mode."""
+        assert self._splitter is not None
+        return int(self._splitter._mamba_block_aligned_split(request, new_tokens, hit_tokens, external))
+
+    def keeps_checkpoint(self, request: Any) -> list[bool]:
+        """Return per group whether the latest step that was asked for keeps a state in the middle of its chunk."""
+        managers, name = self.manager.coordinator.single_type_managers, request.request_id
+        counted = [getattr(manager, "_num_checkpoint_blocks", {}).get(name, 0) for manager in managers]  # 0.29
+        kept = [name in getattr(manager, "_checkpoints", ()) for manager in managers]  # 0.30 and later
+        return [bool(one or count) for one, count in zip(kept, counted, strict=True)]
+
     def register(self, request: Any, tokens: int) -> None:
         """Register full blocks up to a token."""
         self.manager.cache_blocks(request, tokens)
@@ -607,20 +643,16 @@ def _has_partial_hits() -> bool:
     return hasattr(_modules().pool.BlockPool, "move_block_hashes")  # 0.26 and later
 
 
-def cache_config(
-    groups: Sequence[tuple[str, int, int, bool, bool]], num_blocks: int, caching: bool, interval: int | None
-) -> Any:
-    """Return a ``KVCacheConfig`` for groups (kind, block tokens, reach, draft layers, sharded), with a layer each."""
+def cache_config(groups: Sequence[GroupSpec], num_blocks: int, caching: bool, interval: int | None) -> Any:
+    """Return a ``KVCacheConfig`` for groups, with a layer each."""
     from vllm.v1 import kv_cache_interface as interface
 
     config = interface.KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            interface.KVCacheGroupSpec(
-                [f"layer {index}"], _spec(kind, tokens, reach, sharded, caching), is_eagle_group=eagle
-            )
-            for index, (kind, tokens, reach, eagle, sharded) in enumerate(groups)
+            interface.KVCacheGroupSpec([f"layer {index}"], _spec(group, caching), is_eagle_group=group.eagle)
+            for index, group in enumerate(groups)
         ],
     )
     if hasattr(config, "prefix_cache_retention_interval"):
@@ -679,9 +711,40 @@ def _fence(manager: Any) -> Any:
     return fence
 
 
-def lazy_target_blocks(
-    groups: Sequence[tuple[str, int, int, bool, bool]], step_tokens: int, prefill: int, decode: int
-) -> int:
+def _splitter(manager: Any, aligned: Sequence[GroupSpec], sizes: Sizes, eagle: bool, step_tokens: int) -> Any:
+    """Return an object with the scheduler's own method that ends chunks in align mode, and what it asks."""
+    from types import SimpleNamespace
+
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    block_tokens = aligned[0].block_tokens
+    exports = all(group.checkpoint_unit for group in aligned)
+    inside = getattr(manager.coordinator, "enable_partial_hash_hits", False) and sizes.hash_tokens < block_tokens
+    splitter = type("Splitter", (), {"_mamba_block_aligned_split": Scheduler._mamba_block_aligned_split})()
+    splitter.cache_config = SimpleNamespace(block_size=block_tokens)
+    splitter.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
+    splitter.block_size = sizes.alignment
+    splitter.max_num_scheduled_tokens = step_tokens
+    splitter.use_eagle = splitter.use_eagle_block_drop = eagle
+    splitter.hash_block_size = sizes.hash_tokens
+    splitter.num_hash_lookahead_tokens = 0
+    splitter.mamba_partial_cache_hit = inside
+    junctions = getattr(manager, "mamba_shared_prefix_checkpoint", False)  # 0.31 and later
+    splitter.mamba_shared_prefix_checkpoint = inside and junctions
+    splitter.mamba_fine_grained_prefix_cache = inside and getattr(manager, "mamba_fine_grained_prefix_cache", False)
+    # Schedulers of 0.29 leave checkpoints out with a draft model.
+    splitter.mamba_has_prefill_checkpoint_blocks = exports and (_has_aligned_exports() or not eagle)
+    splitter.mamba_prefill_checkpoint_alignment = aligned[0].checkpoint_unit or None
+    return splitter
+
+
+def _has_aligned_exports() -> bool:
+    from vllm.v1 import kv_cache_interface as interface
+
+    return "prefill_checkpoint_alignment" in _parameters(interface.MambaSpec)  # 0.30 and later
+
+
+def lazy_target_blocks(groups: Sequence[GroupSpec], step_tokens: int, prefill: int, decode: int) -> int:
     """Return what SimpleCPUOffload keeps ready to be reused in lazy mode. Blocks."""
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
@@ -700,7 +763,7 @@ def tokens_on_rank(tokens: int, rank: int, ranks: int, interleave: int) -> int:
 
 
 def first_lookup(
-    groups: Sequence[tuple[str, int, int, bool, bool]], prefill: int, decode: int, caching: bool
+    groups: Sequence[GroupSpec], prefill: int, decode: int, caching: bool
 ) -> tuple[tuple[list[int], ...], int, int]:
     """Build a manager and look a request up in it: what the release refuses, it refuses in one of the two."""
     cache = RealCache(

@@ -284,7 +284,7 @@ class RealEngine:
     """vLLM's scheduler with OffloadingConnector and without a worker: transfers end when they are told to.
 
     Args:
-        groups: (kind, block tokens, reach, draft layers, sharded) of each.
+        groups: all of them.
         gpu_blocks: blocks of the GPU, the null block included.
         slots: chunks of the CPU tier.
         policy: of the CPU tier.
@@ -299,7 +299,7 @@ class RealEngine:
 
     def __init__(
         self,
-        groups: Sequence[tuple[str, int, int, bool, bool]],
+        groups: Sequence[core.GroupSpec],
         *,
         gpu_blocks: int,
         slots: int,
@@ -582,7 +582,7 @@ def _statuses() -> Any:
 
 def _scheduler(
     setup: EngineSetup,
-    groups: Sequence[tuple[str, int, int, bool, bool]],
+    groups: Sequence[core.GroupSpec],
     chunk_blocks: int,
     prompt_only: bool,
     connectors: int,
