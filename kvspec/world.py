@@ -458,8 +458,8 @@ class World:
     def finish(self) -> Outcome:
         """Let everything end, check what must hold then, and return the outcome.
 
-        The device makes progress between steps only: an engine that goes idle must not count on transfers that are
-        faster than its last step.
+        The device makes progress between steps and while the host waits, at no other time: an engine that goes idle
+        must not count on transfers that are faster than its last step.
         """
         if not self._finished:
             self._finished = True
@@ -511,7 +511,7 @@ class World:
             self._break(laws.STORED, laws.blocks_were_stored(missing, self._engine.describe_key), place=place)
 
     def _run_to_idle(self) -> None:
-        """Step until the engine is idle and the device has run dry; a violation of PROGRESS-1 if it never is."""
+        """Let the device run dry and step, until the engine is idle; a violation of PROGRESS-1 if it never is."""
         unchanged = 0
         before = ""
         kept: Counter[str] = Counter()

@@ -266,7 +266,7 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
     "REG-7": lambda profile: profile.registers_junctions,
     "SCALE-1": lambda profile: True,
-    "NEED-6": lambda profile: profile.keeps_no_transient_checkpoint,
+    "NEED-6": lambda profile: profile.checkpoints_only_at_prompt_end,
     "STATE-6": lambda profile: profile.checkpoint_end is not CheckpointEnd.NOWHERE,
     **dict.fromkeys(("STATE-5", "REG-8"), lambda profile: profile.counts_lacking_states_at_checkpoints),
     "REG-9": lambda profile: profile.checkpoint_end is CheckpointEnd.HIT,

@@ -109,14 +109,14 @@ class FairAdversary(Adversary):
         return False
 
 
-class SlowAdversary(FairAdversary):
+class SlowAdversary(Adversary):
     """Nothing asynchronous happens but while the host waits: a step is over before the transfers that it began."""
 
     def pick(self, enabled: Sequence[Actor]) -> Actor | None:
         return None
 
-    def pick_while_blocked(self, enabled: Sequence[Actor]) -> Actor:
-        return enabled[0]
+    def answer(self) -> bool:
+        return False
 
 
 class RandomAdversary(Adversary):

@@ -58,6 +58,7 @@ class CachePair:
         self.live: list[Live] = []
         self.prompts: list[list[int]] = []
         self._kept: list[Checkpoint | None] = []
+        """The checkpoint of the last step that was asked for, per group."""
         self.has_align = any(group.align for group in setup.groups)
         """Whether a Mamba group is in align mode."""
         self.has_checkpoints = any(group.checkpoint_unit for group in setup.groups)
@@ -195,15 +196,15 @@ class CachePair:
         else:
             new = self._cut(request, local + external, new, op.stop)
         drafts = max(0, op.drafts)
-        if self.has_checkpoints:  # Real blocks are longer than what is drafted, and prompts aren't.
+        if self.has_checkpoints:  # As in engines: nothing is drafted in a prompt, and fewer tokens than a block has.
             drafts = min(drafts, min(self.model.spans) - 1) if local + external >= request.prompt_tokens else 0
         new += drafts if 0 < new == left else 0
         computed = local + external + new
         too_far = left < (-3 if holds else 0) or computed > self.setup.max_tokens
         if too_far or self._is_left_out(request, hit, external, delay, computed):
             return
-        checkpoints = self._checkpoints(request, local + external, computed)
-        if any(self.causes(issue, request, checkpoints) for issue in self.avoid & _CHECKPOINT_ISSUES.keys()):
+        checkpoints = self.model.checkpoints(request, local + external, computed)
+        if self._shows_at_checkpoint(request, checkpoints):
             return
         in_flight = min(max(0, op.in_flight), request.computed)
         request.in_flight = 0 if "core-window-freed-too-early" in self.avoid else in_flight
@@ -238,14 +239,10 @@ class CachePair:
         }
         return any(shows[issue] for issue in self.avoid & shows.keys())
 
-    def _checkpoints(self, request: Request, computed: int, tokens: int) -> list[Checkpoint | None]:
-        """Return what a step keeps in the middle of its chunk, per group."""
-        return [self.model.checkpoint(request, computed, tokens, index) for index in range(len(self.model.groups))]
-
-    def causes(self, issue: str, request: Request, checkpoints: list[Checkpoint | None]) -> bool:
-        """Whether a known issue can show in a step with checkpoints."""
-        shows = _CHECKPOINT_ISSUES[issue]
-        return any(one and shows(self, request, index, one) for index, one in enumerate(checkpoints))
+    def _shows_at_checkpoint(self, request: Request, checkpoints: list[Checkpoint | None]) -> bool:
+        """Whether a known issue that is kept out of the way can show in a step with checkpoints."""
+        shows = [_CHECKPOINT_ISSUES[issue] for issue in self.avoid & _CHECKPOINT_ISSUES.keys()]
+        return any(one and show(self, request, index, one) for show in shows for index, one in enumerate(checkpoints))
 
     def starts_inside(self, request: Request, index: int, checkpoint: Checkpoint) -> bool:
         """Whether core-started-state-registered can show."""
@@ -339,7 +336,8 @@ class CachePair:
             clauses[0] = "NEED-3"
         asked = [bool(calls) and not calls[-1][1] for calls in counts]  # for the step, not only for admission
         if self.has_checkpoints and all(asked) and not fresh:
-            clause = "NEED-6" if self.setup.interval == 0 else "STATE-6"
+            only_ends = self.setup.interval == 0 and self.profile.checkpoints_only_at_prompt_end
+            clause = "NEED-6" if only_ends else "STATE-6"
             agree(clause, [one is not None for one in self._kept], self.real.keeps_checkpoint(real))
         for clause, expected, seen in zip(clauses, *counts, strict=False):
             agree("ALLOC-3", expected[1], seen[1])

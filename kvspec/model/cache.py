@@ -154,9 +154,7 @@ class CacheManager:
         needed = self.blocks_needed(request, slots, hit, local + external, main=computed + new_tokens)
         if needed + watermark > len(self.pool.queue) - (reserved if self.profile.reserve else 0):
             return None
-        checkpoints = [
-            self.checkpoint(request, computed, computed + new_tokens, index) for index in range(len(self.groups))
-        ]
+        checkpoints = self.checkpoints(request, computed, computed + new_tokens)
         if any(hit.blocks) or external:
             self._adopt(request, hit, local + external)
             self._take_external(request, external, local + external)
@@ -299,6 +297,10 @@ class CacheManager:
         lacking = states_needed(group, span, main, count, copies, running, checkpoint, self.profile)
         return lacking + sum(self.pool.is_free(block) for block in row)
 
+    def checkpoints(self, request: Request, computed: int, tokens: int) -> list[Checkpoint | None]:
+        """Return what a step from ``computed`` to ``tokens`` tokens keeps in the middle of its chunk, per group."""
+        return [self.checkpoint(request, computed, tokens, index) for index in range(len(self.groups))]
+
     @clause
     def checkpoint(self, request: Request, computed: int, tokens: int, index: int) -> Checkpoint | None:
         """NEED-6. Where sparse retention keeps resends only, a step takes a block for a checkpoint only if it computes
@@ -310,7 +312,7 @@ class CacheManager:
         Source: vLLM 0.33.0, v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate.
         Releases: 0.31.0 and later; before, all steps that can (``STATE-6``).
         """
-        resends_only = self.registrar.interval == 0 and self.profile.keeps_no_transient_checkpoint
+        resends_only = self.registrar.interval == 0 and self.profile.checkpoints_only_at_prompt_end
         if resends_only and tokens < max(request.prompt_tokens, len(request.text.tokens) - 1):
             return None
         held = self.held.get(request.name)

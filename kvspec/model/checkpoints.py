@@ -1,10 +1,10 @@
 """Checkpoints of Mamba's cache mode "align": a state that is kept in the middle of a chunk.
 
 A kernel that can export a state while it computes needs no chunk that ends there: a prompt's last chunk can be computed
-at once, and the state that a resend of the prompt goes on from is found all the same. The checkpoint is kept in the
-place of the row before that of the running state, whose block is one that the step takes besides.
+at once, and the state that a resend of the prompt goes on from is found all the same. It is kept in the row's
+place before that of the running state; the step takes one block more for it.
 
-Not modelled: hashes that cover tokens after their block, before which a checkpoint ends earlier (0.33.0).
+Not modelled: hashes that cover tokens after their block, with which a checkpoint ends earlier (0.33.0).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
 @clause
 def checkpoint_end(layout: Layout, index: int, tokens: int) -> int:
     """STATE-5. A checkpoint ends where a resend of the chunk's text goes on, before its last token; with a draft model
-    that is one hash block earlier.
+    that is one unit earlier (a hash block; from 0.32.0 on, where hits can end).
 
     ``tokens`` are all tokens up to the chunk's end. Tokens; 0 for nowhere.
 

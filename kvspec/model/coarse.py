@@ -30,7 +30,10 @@ def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]
 
 
 SHOWS = (-119, 60)
-"""Numbers worth drawing for the known issue that a history shows: two of three histories show none."""
+"""Numbers worth drawing for the known issue that a history shows: two of three histories show none.
+
+60 has many divisors, so issues are drawn about equally often.
+"""
 
 
 def shown(profile: Profile, level: str, number: int) -> str:

@@ -403,12 +403,12 @@ def cache_setup(
     interval: int,
     unit: int,
     junctions: int,
-    checkpoints: int,
+    checkpoint_unit: int,
     shows: int,
 ) -> CacheSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = FAMILIES[family]
-    checkpoints = 0 if profile.checkpoint_end is CheckpointEnd.NOWHERE else checkpoints
+    checkpoint_unit = 0 if profile.checkpoint_end is CheckpointEnd.NOWHERE else max(0, checkpoint_unit)
     size = 2 * block_tokens
     groups: list[Group] = []
     for index, letter in enumerate(letters):
@@ -420,8 +420,8 @@ def cache_setup(
         length = {"W": window, "C": chunk}.get(letter, 0)
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
         spares = reach % 3 if letter == "A" else 0
-        exports = max(0, checkpoints) if letter == "A" else 0
-        groups.append(Group(_KINDS[letter], size, length, draft, True, letter == "A", spares, exports))
+        unit_of_group = checkpoint_unit if letter == "A" else 0
+        groups.append(Group(_KINDS[letter], size, length, draft, True, letter == "A", spares, unit_of_group))
     issue = shown(profile, "cache", shows)
     avoided = known_issues(profile.release) - {issue}
     if "core-eagle-window-unregistered" in avoided and "2" in letters:
@@ -463,7 +463,7 @@ CACHE_SETUP_RANGES = {
     "interval": (-3, 2),
     "unit": (0, 3),
     "junctions": (0, 1),
-    "checkpoints": (-2, 2),
+    "checkpoint_unit": (-2, 2),
     "shows": SHOWS,
 }
 

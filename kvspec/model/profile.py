@@ -290,16 +290,16 @@ class Profile:
             },
         )
     )
-    keeps_no_transient_checkpoint: bool = field(
+    checkpoints_only_at_prompt_end: bool = field(
         metadata=_switch(
-            "If sparse retention keeps resends only, a chunk before the prompt's end takes no block for a checkpoint.",
+            "If sparse retention keeps resends only, only the prompt's last chunk takes a block for a checkpoint.",
             "v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate (prefill_end)",
             {"0.20.2": False, "0.31.0": True},
         )
     )
     registers_inner_checkpoints: bool = field(
         metadata=_switch(
-            "Without sparse retention, checkpoints of earlier chunks are registered inside blocks too.",
+            "Checkpoints of earlier chunks are registered inside blocks too, unless retention keeps resends only.",
             "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block",
             {"0.20.2": True, "0.32.0": False},
         )

@@ -16,6 +16,7 @@ from kvspec.device.adversary import (
     PctAdversary,
     RandomAdversary,
     ReplayAdversary,
+    SlowAdversary,
 )
 from kvspec.device.protocol import SrcAccessOrder
 
@@ -48,6 +49,10 @@ def two_streams_watched(lab: Lab) -> tuple[Ran, ...]:
 
 
 # Fair -------------------------------------------------------------------------------------------------------
+
+
+def test_under_the_slow_adversary_nothing_has_run_before_the_host_waits() -> None:
+    assert two_streams_watched(Lab(SlowAdversary())) == ((), (), ("l1", "l2", "s1", "s2"))
 
 
 def test_under_the_fair_adversary_everything_has_run_at_the_next_yield_point() -> None:
@@ -203,12 +208,13 @@ def two_ranks(adversary: Adversary, program: Sequence[Call], op_calls: int = 3) 
             _, breaches, answers = run(each, program[number : number + op_calls])
             seen.append((breaches, answers, each.ran(), thread.copies, bytes(each.pinned.bytes)))
             each.log.clear()
-    adversary.block(lab.device.actors, lambda: False)
+    adversary.run_dry(lab.device.actors)
     return [*seen, *(bytes(each.pinned.bytes) for each in labs)]
 
 
 ADVERSARIES = st.one_of(
     st.builds(FairAdversary),
+    st.builds(SlowAdversary),
     st.builds(RandomAdversary),
     st.builds(PctAdversary, st.integers(0, 999), st.integers(0, 5), st.integers(1, 5)),
     st.builds(NumberedAdversary, st.binary(max_size=100)),

@@ -19,6 +19,7 @@ from kvspec.device import simulated
 from kvspec.device.adversary import FairAdversary
 from kvspec.device.protocol import CopySpan, SrcAccessOrder
 from kvspec.device.simulated import DeviceFault, Executed, SimulatedDevice, SimulatedEvent, SimulatedStream
+from kvspec.errors import KvspecError
 
 from .lab import ENQUEUEING, LOOKING, Call, Lab, Memory, NumberedAdversary, calls, outcomes, run, schedules
 
@@ -687,6 +688,14 @@ def test_registering_memory_that_overlaps_known_memory_is_a_fault(lab: Lab, kind
     base = getattr(lab, kind).base + offset
     with pytest.raises(DeviceFault, match="overlap memory that is registered already"):
         lab.device.host_register(base, 4)
+
+
+def test_a_worker_that_has_registered_no_host_memory_is_no_finding() -> None:
+    memory, gpu = Memory(*range(6)), Memory(*range(6))
+    device = SimulatedDevice(0, FairAdversary(), [], pageable=False)
+    device.add_device_memory(gpu.base, gpu.size)
+    with pytest.raises(KvspecError, match="registers memory in a way that kvspec doesn't know"):
+        device.copy_batch([CopySpan(gpu.base, memory.base, 4)], STREAM, device.new_stream("load").cuda_stream)
 
 
 def test_memory_right_beside_registered_memory_can_be_registered(lab: Lab) -> None:

@@ -352,7 +352,7 @@ class GroupSpec(NamedTuple):
     """Whether there are draft layers among them."""
     sharded: bool
     """Whether decode context parallelism spreads their tokens."""
-    checkpoint_unit: int = 0
+    checkpoint_unit: int
     """See ``kvspec.model.groups.Group``."""
 
 
@@ -448,7 +448,7 @@ class RealCache:
         config = cache_config(groups, num_blocks, caching, interval)
         # An engine in align mode has the blocks of its states; up to 0.27 hash blocks depend on that.
         aligned = [group for group in groups if group.kind == "mamba-align"]
-        block_tokens = [*aligned, groups[0]][0].block_tokens
+        block_tokens = (aligned or groups)[0].block_tokens
         alignment, hash_tokens = _block_sizes(config, block_tokens, caching, prefill, decode, unit)
         manager = kv_cache_manager.KVCacheManager
         known = _parameters(manager.__init__)
@@ -715,10 +715,12 @@ def _splitter(manager: Any, aligned: Sequence[GroupSpec], sizes: Sizes, eagle: b
     """Return an object with the scheduler's own method that ends chunks in align mode, and what it asks."""
     from types import SimpleNamespace
 
+    from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.core.sched.scheduler import Scheduler
 
     block_tokens = aligned[0].block_tokens
     exports = all(group.checkpoint_unit for group in aligned)
+    aligned_exports = "prefill_checkpoint_alignment" in _parameters(interface.MambaSpec)  # 0.30 and later
     inside = getattr(manager.coordinator, "enable_partial_hash_hits", False) and sizes.hash_tokens < block_tokens
     splitter = type("Splitter", (), {"_mamba_block_aligned_split": Scheduler._mamba_block_aligned_split})()
     splitter.cache_config = SimpleNamespace(block_size=block_tokens)
@@ -733,15 +735,9 @@ def _splitter(manager: Any, aligned: Sequence[GroupSpec], sizes: Sizes, eagle: b
     splitter.mamba_shared_prefix_checkpoint = inside and junctions
     splitter.mamba_fine_grained_prefix_cache = inside and getattr(manager, "mamba_fine_grained_prefix_cache", False)
     # Schedulers of 0.29 leave checkpoints out with a draft model.
-    splitter.mamba_has_prefill_checkpoint_blocks = exports and (_has_aligned_exports() or not eagle)
+    splitter.mamba_has_prefill_checkpoint_blocks = exports and (aligned_exports or not eagle)
     splitter.mamba_prefill_checkpoint_alignment = aligned[0].checkpoint_unit or None
     return splitter
-
-
-def _has_aligned_exports() -> bool:
-    from vllm.v1 import kv_cache_interface as interface
-
-    return "prefill_checkpoint_alignment" in _parameters(interface.MambaSpec)  # 0.30 and later
 
 
 def lazy_target_blocks(groups: Sequence[GroupSpec], step_tokens: int, prefill: int, decode: int) -> int:
