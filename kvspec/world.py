@@ -52,8 +52,9 @@ EVENTS = {
     **OFFLOADING_EVENTS,
     **MULTI_EVENTS,
     "context parallelism": "the engine's ranks shared blocks or prompts",
-    "several groups": "the engine had several attention groups",
+    "several groups": "the engine's layers were in several groups",
     "unequal groups": "the engine's attention groups had blocks of unequal sizes",
+    "Mamba": "the engine had Mamba layers beside those of attention",
     "store": "blocks were stored in the CPU tier",
     "load": "a load from the CPU tier was started",
     "load finished": "a load ended and its request went on",
@@ -183,6 +184,8 @@ class World:
             self._reach("several groups")
         if len(set(setup.block_sizes)) > 1:
             self._reach("unequal groups")
+        if any(group.kind == "mamba" for group in setup.groups):
+            self._reach("Mamba")
 
     # Ops --------------------------------------------------------------------------------------------------------------
 
@@ -329,7 +332,7 @@ class World:
         self._cpu_index = index
 
     def _place_of(self, group: int) -> str:
-        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a window's blocks."""
+        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
         if self._setup.groups[group].kind == "full":
             return ""
         blocks = self._setup.blocks_per_chunk

@@ -229,7 +229,7 @@ REFUSED_SETUPS = [
         "ranks is 2 and there are 2 context-parallel ranks; one of them must be 1",
     ),
     ({"groups": []}, "there are 0 groups; there must be 1 to 4"),
-    ({"groups": [{"kind": "linear"}]}, "'linear' is no kind of group; there are full, sliding-window"),
+    ({"groups": [{"kind": "linear"}]}, "'linear' is no kind of group; there are full, sliding-window, mamba"),
     ({"groups": [{"kind": "full", "reach": 4}]}, "reach of a full group is 4; it must be 0"),
     ({"groups": [{"kind": "sliding-window"}]}, "reach of a sliding-window group is 0; it must be 1 to 4096"),
     ({"groups": [{"block_size": 200}]}, "block_size of a group is 200; it must be 0 to 128"),
