@@ -8,10 +8,9 @@ constant of both.
 Layers come in groups with a block table each; blocks of all groups live in the same memory. With context parallelism
 a rank has a *shard* of each block's tokens: it writes those, and checks those.
 
-A Mamba layer keeps one *state* in a block, that after the last token that was computed there. A step goes on from the
-state that the request's step before has left, or that it has hit or loaded, and leaves one in the block of its own last
-token. The runner copies all old states into the blocks of the new ones before the layers run, so here all reads of a
-step come before its writes.
+A Mamba layer keeps one *state* in a block, that after the last token that was computed there. Before the layers run,
+the runner copies the state that a request goes on from (its own, or one that it has hit or loaded) into the block of the
+step's last token, if that is another one. There the layer reads it, and leaves the new one.
 
 Source: vLLM 0.33.0, v1/worker/mamba_utils.py (preprocess_mamba) and v1/worker/gpu/model_states/mamba_hybrid.py
 (preprocess_state).
@@ -186,6 +185,9 @@ class Batch:
     sampled: dict[str, int | None]
     zero_blocks: tuple[int, ...]
     block_copies: tuple[tuple[int, int], ...]
+    """(source, destination) of copy-on-write."""
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) of the states that requests take along into another block."""
 
 
 class _Gather:
@@ -221,10 +223,10 @@ class _Gather:
         self._take(write_slots, write_tags, slots[first:end], own, first)
 
     def _add_state(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
-        span, before = self._layout.span, max(start - 1, 0)
-        written, read = (stop - 1) // span, before // span
-        until = read + 1 if start else read  # A request's first step goes on from no state.
-        self._take(slots[written : written + 1], tags[stop - 1 : stop], slots[read:until], tags[before:start], before)
+        place, before = (stop - 1) // self._layout.span, max(start - 1, 0)
+        slot = slots[place : place + 1]
+        read = slot if start else slot[:0]  # A request's first step goes on from no state.
+        self._take(slot, tags[stop - 1 : stop], read, tags[before:start], before)
 
     def _take(
         self,
@@ -289,6 +291,7 @@ class RunnerState:
 
     def _forward(self, output: Any, computed: dict[str, int]) -> Batch:
         scheduled: list[Scheduled] = []
+        state_copies: list[tuple[int, int]] = []
         gathers = [[_Gather(layout, shard) for shard in range(layout.shards)] for layout in self._layouts]
         sampled: dict[str, int | None] = {}
         for request, tokens in output.num_scheduled_tokens.items():
@@ -304,6 +307,10 @@ class RunnerState:
                     raise DeviceFault(f"{request} is scheduled up to token {stop} with a block table of {room} slots")
                 for gather in gathers[group]:
                     gather.add(slots, tags, start, stop)
+                if layout.state and start:
+                    state_copies += _state_copy(
+                        row.tables[group], (start - 1) // layout.span, (stop - 1) // layout.span
+                    )
             scheduled.append(Scheduled(request, start, stop))
             sampled[request] = None
             if stop == row.known:
@@ -315,11 +322,17 @@ class RunnerState:
             sampled=sampled,
             zero_blocks=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
             block_copies=_block_copies(output),
+            state_copies=tuple(state_copies),
         )
 
 
 def _join(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+
+
+def _state_copy(table: list[int], source: int, destination: int) -> list[tuple[int, int]]:
+    """Return the copy of a state between two places of a table; none if they are one."""
+    return [] if source == destination else [(table[source], table[destination])]
 
 
 def _block_copies(output: Any) -> tuple[tuple[int, int], ...]:
@@ -367,7 +380,7 @@ class ShadowMemory:
             self.tags[:, block * self._block_words : (block + 1) * self._block_words] = 0
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) of every layer: copy-on-write."""
+        """Copy whole blocks (source, destination) of every layer."""
         by_block = self.tags.reshape(len(self.tags), -1, self._block_words)
         for source, destination in copies:
             by_block[:, destination] = by_block[:, source]
