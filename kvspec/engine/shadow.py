@@ -9,8 +9,8 @@ Layers come in groups with a block table each; blocks of all groups live in the 
 a rank has a *shard* of each block's tokens: it writes those, and checks those.
 
 A Mamba layer keeps one *state* in a block, that after the last token that was computed there. Before the layers run,
-the runner copies the state that a request goes on from (its own, or one that it has hit or loaded) into the block of the
-step's last token, if that is another one. There the layer reads it, and leaves the new one.
+the runner copies the state that a request goes on from (its own, or one that it has hit or loaded) into the block of
+the step's last token, if that is another one. There the layer reads it, and leaves the new one.
 
 Source: vLLM 0.33.0, v1/worker/mamba_utils.py (preprocess_mamba) and v1/worker/gpu/model_states/mamba_hybrid.py
 (preprocess_state).
@@ -308,9 +308,7 @@ class RunnerState:
                 for gather in gathers[group]:
                     gather.add(slots, tags, start, stop)
                 if layout.state and start:
-                    state_copies += _state_copy(
-                        row.tables[group], (start - 1) // layout.span, (stop - 1) // layout.span
-                    )
+                    state_copies += _state_copy(row.tables[group], layout.span, start, stop)
             scheduled.append(Scheduled(request, start, stop))
             sampled[request] = None
             if stop == row.known:
@@ -330,8 +328,10 @@ def _join(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
 
 
-def _state_copy(table: list[int], source: int, destination: int) -> list[tuple[int, int]]:
-    """Return the copy of a state between two places of a table; none if they are one."""
+def _state_copy(table: list[int], span: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the copy that takes the state after ``start`` tokens to where that after ``stop`` will be; none if it is
+    there."""
+    source, destination = (start - 1) // span, (stop - 1) // span
     return [] if source == destination else [(table[source], table[destination])]
 
 
