@@ -184,7 +184,7 @@ class World:
             self._reach("several groups")
         if len(set(setup.block_sizes)) > 1:
             self._reach("unequal groups")
-        if any(group.kind == "mamba" for group in setup.groups):
+        if self._has_states():
             self._reach("Mamba")
 
     # Ops --------------------------------------------------------------------------------------------------------------
@@ -333,13 +333,21 @@ class World:
 
     def _place_of(self, group: int) -> str:
         """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
-        if self._setup.groups[group].kind == "full":
+        kind, has_states = self._setup.groups[group].kind, self._has_states()
+        if kind == "full" and not has_states:
             return ""
         blocks = self._setup.blocks_per_chunk
         chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
         after = ", after a reset" if self._connector_reset else ""
         unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
-        return f"{self._setup.groups[group].kind}{chunk}{after}{unequal}"
+        beside = " beside mamba" if has_states and kind != "mamba" else ""
+        runner = ", runner V2" if has_states and self._setup.runner_v2 else ""
+        return f"{kind}{beside}{chunk}{after}{unequal}{runner}"
+
+    def _has_states(self) -> bool:
+        """Whether there is a Mamba group. Then runners write blocks outside the forward: they zero some, and copy
+        states."""
+        return any(group.kind == "mamba" for group in self._setup.groups)
 
     def _bytes_are_wrong(
         self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]
