@@ -53,8 +53,8 @@ Small blocks keep traffic comparable where ranks share them.
 
 
 MAMBA_SINCE = {"Mamba": "0.30.0"}
-"""The first release in which engines with Mamba are drawn. From 0.23 to 0.29 vLLM runs them too, but nearly every history
-shows one of several bugs that were mended in between, and hides the rest."""
+"""The first release in which engines with Mamba are drawn. From 0.23 to 0.29 vLLM runs them too, but there most
+histories show one of several bugs that were mended in between, and hide the rest."""
 
 
 def setup_of(**chosen: Any) -> EngineSetup:

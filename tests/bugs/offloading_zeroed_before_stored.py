@@ -2,8 +2,9 @@
 
 Stores of this connector hold no reference to the blocks that they read. Whoever gets such a block makes the workers
 finish the store first (handle_preemptions). With Mamba layers the runner zeroes what it gets of new blocks for
-attention, and copies states into new blocks. Runner V1 calls handle_preemptions before that, runner V2 after it. A store
-that is planned in one step is begun in the next one; if its block has a new owner by then, the CPU tier gets zeroes.
+attention, and copies states into new blocks. Runner V1 calls handle_preemptions before that, runner V2 after it. A
+store that is planned in one step is begun in the next one; if its block has a new owner by then, the CPU tier gets
+zeroes.
 """
 
 from unittest.mock import MagicMock
