@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvspec.defects import load_defects, planted
 from kvspec.known import known_as, load_known
 from kvspec.laws import Violation
-from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Settle
+from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Reset, Settle, Step
 from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target, load_target
 from kvspec.world import World, run_history
@@ -72,14 +72,26 @@ def test_a_defect_that_loses_a_state_is_noticed_where_mamba_goes_on_from_it(name
 @pytest.mark.parametrize("name", ["vllm-simple", "vllm-offloading"])
 def test_a_state_is_stored_and_loaded_with_the_tokens_before_it(name: str, target: Target) -> None:
     """The second request finds nothing on the GPU: a reset has dropped it."""
-    from kvspec.ops import Reset
-
     engine = engine_of(name, target)
     setup = replace(SETUP, lazy=True)
     ops = (Add("A", shared=12), Settle(), Reset(), Add("B", shared=12, tail=1), Settle())
     outcome = run_history(engine, History(engine.name, setup, ops, "fair"))
     assert outcome.violations == []
     assert outcome.loads == 4  # three blocks of full attention, one state
+
+
+@pytest.mark.parametrize("runner_v2", [False, True])
+def test_only_runner_v2_zeroes_blocks_that_are_about_to_be_stored_and_the_place_says_so(
+    runner_v2: bool, target: Target
+) -> None:
+    """The known issue offloading-zeroed-before-stored, which excuses nothing with runner V1."""
+    engine = engine_of("vllm-offloading", target)
+    setup = EngineSetup(gpu_blocks=18, groups=(MAMBA, FULL), runner_v2=runner_v2)
+    first = Add("A", shared=8, tail=0, max_tokens=7)
+    others = (Add("B", shared=20, tail=0, trunk=2), Add("C", shared=20, tail=1, trunk=1))
+    outcome = run_history(engine, History(engine.name, setup, (first, Step(4), *others), "fair"))
+    places = {violation.frame for violation in outcome.violations}
+    assert places == ({"mamba, runner V2", "full beside mamba, runner V2"} if runner_v2 else set())
 
 
 @pytest.mark.parametrize(

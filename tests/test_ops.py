@@ -60,7 +60,8 @@ def drawn_setups(draw: st.DrawFn) -> EngineSetup:
     """Any setup that there can be."""
     sizes = st.sampled_from([4, 8, 16])
     windows = st.builds(AttentionGroup, kind=st.just("sliding-window"), block_size=sizes, reach=st.integers(1, 4096))
-    groups = st.lists(windows | st.builds(AttentionGroup, block_size=sizes), min_size=1, max_size=GROUPS_MAX)
+    others = st.builds(AttentionGroup, kind=st.sampled_from(["full", "mamba"]), block_size=sizes)
+    groups = st.lists(windows | others, min_size=1, max_size=GROUPS_MAX)
     ranks = st.integers(1, 8)
     context = draw(st.booleans())
     return EngineSetup(
