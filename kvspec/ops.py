@@ -26,7 +26,7 @@ _RANGES = {
 }
 """Least and most of each number of a setup; beyond the most an engine takes more memory or time than it is worth."""
 GROUPS_MAX = 4
-GROUP_KINDS = ("full", "sliding-window")
+GROUP_KINDS = ("full", "sliding-window", "mamba")
 BACKENDS = (("offloading", "simple"), ("simple", "offloading"), ("offloading", "offloading"))
 
 
@@ -35,20 +35,22 @@ def _tokens(count: int, kind: str = "") -> str:
 
 
 class AttentionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that share a block table. ValueError: there is no such kind, or it has no such reach."""
+    """Layers that share a block table, also such as keep a state instead of tokens. ValueError: there is no such kind,
+    or it has no such reach."""
 
     kind: str = "full"
-    """``full`` or ``sliding-window``."""
+    """``full``, ``sliding-window``, or ``mamba``: a state every block, as with vLLM's ``mamba_cache_mode="align"``."""
     block_size: int = 0
     """Tokens per block and rank; 0: the setup's."""
     reach: int = 0
-    """Tokens that attention reads, the query's own included; 0 for full attention: all of them."""
+    """Tokens that attention reads, the query's own included; 0 for full attention and Mamba: all of them."""
 
     def __post_init__(self) -> None:
         if self.kind not in GROUP_KINDS:
             raise ValueError(f"{self.kind!r} is no kind of group; there are {', '.join(GROUP_KINDS)}")
         refuse_outside("block_size of a group", self.block_size, 0, BLOCK_SIZE_MAX)
-        refuse_outside(f"reach of a {self.kind} group", self.reach, *((0, 0) if self.kind == "full" else (1, 4096)))
+        reaches = (1, 4096) if self.kind == "sliding-window" else (0, 0)
+        refuse_outside(f"reach of a {self.kind} group", self.reach, *reaches)
 
     def __str__(self) -> str:
         reach = f" of {_tokens(self.reach)}" if self.reach else ""

@@ -59,8 +59,9 @@ EVENTS = {
     **OFFLOADING_EVENTS,
     **MULTI_EVENTS,
     "context parallelism": "the engine's ranks shared blocks or prompts",
-    "several groups": "the engine had several attention groups",
+    "several groups": "the engine's layers were in several groups",
     "unequal groups": "the engine's attention groups had blocks of unequal sizes",
+    "Mamba": "the engine had Mamba layers beside those of attention",
     "store": "blocks were stored in the CPU tier",
     "load": "a load from the CPU tier was started",
     "load finished": "a load ended and its request went on",
@@ -190,6 +191,8 @@ class World:
             self._reach("several groups")
         if len(set(setup.block_sizes)) > 1:
             self._reach("unequal groups")
+        if self._has_states():
+            self._reach("Mamba")
 
     # Ops --------------------------------------------------------------------------------------------------------------
 
@@ -336,14 +339,22 @@ class World:
         self._cpu_index = index
 
     def _place_of(self, group: int) -> str:
-        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a window's blocks."""
-        if self._setup.groups[group].kind == "full":
+        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
+        kind, has_states = self._setup.groups[group].kind, self._has_states()
+        if kind == "full" and not has_states:
             return ""
         blocks = self._setup.blocks_per_chunk
         chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
         after = ", after a reset" if self._connector_reset else ""
         unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
-        return f"{self._setup.groups[group].kind}{chunk}{after}{unequal}"
+        beside = " beside mamba" if has_states and kind != "mamba" else ""
+        runner = ", runner V2" if has_states and self._setup.runner_v2 else ""
+        return f"{kind}{beside}{chunk}{after}{unequal}{runner}"
+
+    def _has_states(self) -> bool:
+        """Whether there is a Mamba group. Then runners write blocks outside the forward: they zero some, and copy
+        states."""
+        return any(group.kind == "mamba" for group in self._setup.groups)
 
     def _bytes_are_wrong(
         self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from kvspec.ops import BACKENDS
-from strategies.machine import Choices, OffloadMachine, setups
+from strategies.machine import MAMBA_SINCE, Choices, OffloadMachine, setups
 from strategies.offloading import SETUPS as OFFLOADING_SETUPS
 
 SETUPS: Choices = {**OFFLOADING_SETUPS, "backends": BACKENDS, "lazy": (False, False, False, True)}
@@ -20,6 +21,7 @@ class MultiMachine(OffloadMachine):
     REQUIRED: ClassVar[frozenset[str]] = frozenset(
         {
             "several groups",
+            "Mamba",
             "load by the first backend",
             "load by the second backend",
             "store by both backends",
@@ -42,3 +44,4 @@ class MultiMachine(OffloadMachine):
             "step without a forward",
         }
     )
+    SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE

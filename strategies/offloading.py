@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvspec.ops import AttentionGroup
-from strategies.machine import FULL, SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import FULL, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
 
 
 def _window(tokens: int) -> AttentionGroup:
@@ -51,6 +51,7 @@ class OffloadingMachine(OffloadMachine):
         {
             "context parallelism",
             "several groups",
+            "Mamba",
             "store",
             "load",
             "load finished",
@@ -86,6 +87,7 @@ class OffloadingMachine(OffloadMachine):
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = {
+        **MAMBA_SINCE,
         "several groups": "0.21.0",  # before, the connector isn't one for hybrid memory (SupportsHMA)
         "context parallelism": "0.21.0",  # before, it doesn't count the ranks that share a block
         "kernel copy": "0.23.0",  # before, there is no v1/kv_offload/cpu/swap_blocks_triton.py

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from strategies.machine import SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
     "shape": SHAPES,
@@ -30,6 +31,7 @@ class SimpleOffloadMachine(OffloadMachine):
         {
             "several groups",
             "unequal groups",
+            "Mamba",
             "store",
             "load",
             "load finished",
@@ -52,3 +54,4 @@ class SimpleOffloadMachine(OffloadMachine):
             "step without a forward",
         }
     )
+    SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE

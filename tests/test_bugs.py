@@ -73,6 +73,7 @@ SCRIPTS = {
     "offloading_window_hole.py": "0.33.0",
     "offloading_window_shared_block.py": "0.32.0",
     "offloading_window_unaligned_hit.py": "0.33.0",
+    "offloading_zeroed_before_stored.py": "0.33.0",
 }
 """Script -> a release that has its bug."""
 

@@ -60,7 +60,8 @@ def drawn_setups(draw: st.DrawFn) -> EngineSetup:
     """Any setup that there can be."""
     sizes = st.sampled_from([4, 8, 16])
     windows = st.builds(AttentionGroup, kind=st.just("sliding-window"), block_size=sizes, reach=st.integers(1, 4096))
-    groups = st.lists(windows | st.builds(AttentionGroup, block_size=sizes), min_size=1, max_size=GROUPS_MAX)
+    others = st.builds(AttentionGroup, kind=st.sampled_from(["full", "mamba"]), block_size=sizes)
+    groups = st.lists(windows | others, min_size=1, max_size=GROUPS_MAX)
     ranks = st.integers(1, 8)
     context = draw(st.booleans())
     return EngineSetup(
@@ -229,7 +230,7 @@ REFUSED_SETUPS = [
         "ranks is 2 and there are 2 context-parallel ranks; one of them must be 1",
     ),
     ({"groups": []}, "there are 0 groups; there must be 1 to 4"),
-    ({"groups": [{"kind": "linear"}]}, "'linear' is no kind of group; there are full, sliding-window"),
+    ({"groups": [{"kind": "linear"}]}, "'linear' is no kind of group; there are full, sliding-window, mamba"),
     ({"groups": [{"kind": "full", "reach": 4}]}, "reach of a full group is 4; it must be 0"),
     ({"groups": [{"kind": "sliding-window"}]}, "reach of a sliding-window group is 0; it must be 1 to 4096"),
     ({"groups": [{"block_size": 200}]}, "block_size of a group is 200; it must be 0 to 128"),

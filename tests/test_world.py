@@ -505,6 +505,12 @@ SCENARIOS = {
         EngineSetup(gpu_blocks=30, cpu_blocks=30, groups=(AttentionGroup(), AttentionGroup("sliding-window", reach=6))),
         never=frozenset({"context parallelism", "unequal groups"}),
     ),
+    "a group can be Mamba's, with one state to load": Scenario(
+        (*STORED, AGAIN, Settle()),
+        {"several groups": 1, "Mamba": 1, "load": 1, "load finished": 1},
+        EngineSetup(gpu_blocks=30, cpu_blocks=30, groups=(AttentionGroup(), AttentionGroup("mamba")), runner_v2=False),
+        never=frozenset({"context parallelism", "unequal groups"}),
+    ),
     "groups can have blocks of unequal sizes": Scenario(
         (*STORED, AGAIN, Settle()),
         {"several groups": 1, "unequal groups": 1, "store": 1, "load": 1, "load finished": 1},

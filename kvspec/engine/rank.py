@@ -75,11 +75,13 @@ class Rank:
         self.device.yield_point()
 
     def launch_block_updates(self, batch: Batch) -> None:
-        """Zero new blocks, then copy-on-write, both on the compute stream."""
+        """Zero new blocks, then copy-on-write, then take states along, all on the compute stream."""
         if batch.zero_blocks:
             self.device.launch("zero", lambda: self.memory.zero(batch.zero_blocks))
         if batch.block_copies:
             self.device.launch("copy-on-write", lambda: self.memory.copy_blocks(batch.block_copies))
+        if batch.state_copies:
+            self.device.launch("state copies", lambda: self.memory.copy_blocks(batch.state_copies))
 
     def mark_sampled(self) -> Marker:
         """Record the event on which the sampled tokens' copy to the host completes."""

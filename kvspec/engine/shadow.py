@@ -7,6 +7,13 @@ constant of both.
 
 Layers come in groups with a block table each; blocks of all groups live in the same memory. With context parallelism
 a rank has a *shard* of each block's tokens: it writes those, and checks those.
+
+A Mamba layer keeps one *state* in a block, that after the last token that was computed there. Before the layers run,
+the runner copies the state that a request goes on from (its own, or one that it has hit or loaded) into the block of
+the step's last token, if that is another one. There the layer reads it, and leaves the new one.
+
+Source: vLLM 0.33.0, v1/worker/mamba_utils.py (preprocess_mamba) and v1/worker/gpu/model_states/mamba_hybrid.py
+(preprocess_state).
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from kvspec.engine.text import Origins, Text, mix
 from kvspec.model.scaling import slot
 
 TORN = 0x7EA2_7EA2_7EA2_7EA2
-"""Stands for a token whose words aren't all the same; no tag is this number."""
+"""Stands for an entry whose words aren't all the same; no tag is this number."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,15 @@ class Layout:
     """Tokens in a row that one of them keeps."""
     reach: int = 0
     """Tokens that attention reads, the query's own included; 0: all."""
+    state: bool = False
+    """A block has one entry, a state, instead of one for each token. Not with several shards, nor with a reach."""
     words: int = 1
-    """64-bit words per token and layer: blocks of all groups have equal bytes."""
+    """64-bit words per entry and layer: blocks of all groups have equal bytes."""
+
+    @property
+    def entries(self) -> int:
+        """What a block holds on one rank: tokens, or one state."""
+        return 1 if self.state else self.block_tokens
 
     @property
     def span(self) -> int:
@@ -48,7 +62,10 @@ class Layout:
 
     @functools.cached_property
     def kept(self) -> np.ndarray:
-        """Which of a block's tokens each shard keeps, in the order of its memory; shape (shards, block_tokens)."""
+        """Which of a block's tokens each shard keeps once it is full, in the order of its memory; shape (shards,
+        entries)."""
+        if self.state:
+            return np.array([[self.span - 1]])
         kept = np.zeros((self.shards, self.block_tokens), dtype=np.int64)
         for position in range(self.span):
             place = slot(position, self.span, self.shards, self.interleave)
@@ -69,7 +86,10 @@ class Layout:
         return blocks * self.block_tokens + int(self._kept_before[shard, rest])
 
     def positions(self, start: int, stop: int, shard: int) -> np.ndarray:
-        """Return the positions of the ``start``-th to ``stop``-th token that a shard keeps; shape (stop - start,)."""
+        """Return the positions of the ``start``-th to ``stop``-th token that a shard keeps; shape (stop - start,). Of
+        states any may be kept for a while."""
+        if self.state:
+            return np.arange(start, stop)
         blocks, offsets = np.divmod(np.arange(start, stop), self.block_tokens)
         return blocks * self.span + self.kept[shard, offsets]  # type: ignore[no-any-return]
 
@@ -87,7 +107,7 @@ class Scheduled(NamedTuple):
 
 
 class ShadowMismatch(NamedTuple):
-    """Attention of ``request`` read something else than token ``position``."""
+    """Attention of ``request`` read something else than token ``position``, or Mamba than the state after it."""
 
     request: str
     position: int
@@ -96,10 +116,12 @@ class ShadowMismatch(NamedTuple):
     block: int
     found: str
     group: int = 0
+    state: bool = False
 
     def __str__(self) -> str:
+        what, reads = ("Mamba", "goes on from the state after") if self.state else ("attention", "reads")
         return (
-            f"attention of {self.request} reads token {self.position} in block {self.block} (layer {self.layer}, "
+            f"{what} of {self.request} {reads} token {self.position} in block {self.block} (layer {self.layer}, "
             f"rank {self.rank}) and finds {self.found}"
         )
 
@@ -122,11 +144,11 @@ class _Row:
                 self.tables[group].extend(more)
                 self.slots[group] = None
 
-    def all_slots(self, group: int, block_tokens: int, offsets: np.ndarray) -> np.ndarray:
-        """Return the slots of a group's table; shape (blocks * block_tokens,)."""
+    def all_slots(self, group: int, entries: int, offsets: np.ndarray) -> np.ndarray:
+        """Return the slots of a group's table; shape (blocks * entries,)."""
         slots = self.slots[group]
         if slots is None:
-            slots = (np.array(self.tables[group], dtype=np.int64)[:, None] * block_tokens + offsets).ravel()
+            slots = (np.array(self.tables[group], dtype=np.int64)[:, None] * entries + offsets).ravel()
             self.slots[group] = slots
         return slots
 
@@ -141,7 +163,7 @@ class Reads(NamedTuple):
 class Accesses(NamedTuple):
     """What a step's forward does to the layers of one group on the ranks of one shard.
 
-    Slots index (block, offset) as block * block_tokens + offset. ``write_*`` have one entry per scheduled token that
+    Slots index (block, offset) as block * entries + offset. ``write_*`` have one entry per scheduled token that
     the shard keeps, ``read_*`` one per position read; ``reads`` and ``writes`` tell which stretch belongs to which row.
     """
 
@@ -151,7 +173,7 @@ class Accesses(NamedTuple):
     read_tags: np.ndarray
     reads: tuple[Reads, ...]
     writes: tuple[int, ...]
-    """Tokens of each row that are written."""
+    """Tokens of each row that are written, or states."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +185,9 @@ class Batch:
     sampled: dict[str, int | None]
     zero_blocks: tuple[int, ...]
     block_copies: tuple[tuple[int, int], ...]
+    """(source, destination) of copy-on-write."""
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) of the states that requests take along into another block."""
 
 
 class _Gather:
@@ -171,7 +196,7 @@ class _Gather:
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
         self._shard = shard
-        self._all = layout.shards == 1 and not layout.reach
+        self._all = layout.shards == 1 and not layout.reach and not layout.state
         self._write_slots: list[np.ndarray] = []
         self._write_tags: list[np.ndarray] = []
         self._read_slots: list[np.ndarray] = []
@@ -184,6 +209,9 @@ class _Gather:
         if self._all:  # The shortcut of the rule below.
             self._take(slots[start:stop], tags[start:], slots[:stop], tags, 0)
             return
+        if self._layout.state:
+            self._add_state(slots, tags, start, stop)
+            return
         layout, shard = self._layout, self._shard
         first = layout.count(layout.first_read(start), shard)
         begin, end = layout.count(start, shard), layout.count(stop, shard)
@@ -193,6 +221,12 @@ class _Gather:
             real = write_slots >= layout.block_tokens
             write_slots, write_tags = write_slots[real], write_tags[real]
         self._take(write_slots, write_tags, slots[first:end], own, first)
+
+    def _add_state(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
+        place, before = (stop - 1) // self._layout.span, max(start - 1, 0)
+        slot = slots[place : place + 1]
+        read = slot if start else slot[:0]  # A request's first step goes on from no state.
+        self._take(slot, tags[stop - 1 : stop], read, tags[before:start], before)
 
     def _take(
         self,
@@ -230,7 +264,7 @@ class RunnerState:
     def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text]) -> None:
         self._layouts = layouts
         self._texts = texts
-        self._offsets = [np.arange(layout.block_tokens, dtype=np.int64) for layout in layouts]
+        self._offsets = [np.arange(layout.entries, dtype=np.int64) for layout in layouts]
         self._rows: dict[str, _Row] = {}
 
     def apply(self, output: Any) -> Batch:
@@ -257,6 +291,7 @@ class RunnerState:
 
     def _forward(self, output: Any, computed: dict[str, int]) -> Batch:
         scheduled: list[Scheduled] = []
+        state_copies: list[tuple[int, int]] = []
         gathers = [[_Gather(layout, shard) for shard in range(layout.shards)] for layout in self._layouts]
         sampled: dict[str, int | None] = {}
         for request, tokens in output.num_scheduled_tokens.items():
@@ -267,14 +302,13 @@ class RunnerState:
                 raise DeviceFault(f"{request} is scheduled up to token {stop}, and knows only {known}")
             tags = row.text.tags(0, stop)
             for group, layout in enumerate(self._layouts):
-                slots = row.all_slots(group, layout.block_tokens, self._offsets[group])
-                if stop > len(slots) * layout.shards:
-                    raise DeviceFault(
-                        f"{request} is scheduled up to token {stop} with a block table of "
-                        f"{len(slots) * layout.shards} slots"
-                    )
+                slots = row.all_slots(group, layout.entries, self._offsets[group])
+                if stop > (room := len(row.tables[group]) * layout.span):
+                    raise DeviceFault(f"{request} is scheduled up to token {stop} with a block table of {room} slots")
                 for gather in gathers[group]:
                     gather.add(slots, tags, start, stop)
+                if layout.state and start:
+                    state_copies += _state_copy(row.tables[group], layout.span, start, stop)
             scheduled.append(Scheduled(request, start, stop))
             sampled[request] = None
             if stop == row.known:
@@ -286,11 +320,19 @@ class RunnerState:
             sampled=sampled,
             zero_blocks=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
             block_copies=_block_copies(output),
+            state_copies=tuple(state_copies),
         )
 
 
 def _join(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+
+
+def _state_copy(table: list[int], span: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the copy that takes the state after ``start`` tokens to where that after ``stop`` will be; none if it is
+    there."""
+    source, destination = (start - 1) // span, (stop - 1) // span
+    return [] if source == destination else [(table[source], table[destination])]
 
 
 def _block_copies(output: Any) -> tuple[tuple[int, int], ...]:
@@ -318,8 +360,8 @@ class ShadowMemory:
         self.rank = rank
         self.shard = shard
         self._layouts = layouts
-        self._block_words = layouts[0].block_tokens * layouts[0].words
-        self._views = [_by_token(tags, layout) for layout in layouts]
+        self._block_words = layouts[0].entries * layouts[0].words
+        self._views = [_by_entry(tags, layout) for layout in layouts]
         self._layers = len(tags)
         self._masks = [
             np.array([[layer_mask(self.layer(group, i), rank)] for i in range(len(tags))], dtype=np.uint64)
@@ -338,7 +380,7 @@ class ShadowMemory:
             self.tags[:, block * self._block_words : (block + 1) * self._block_words] = 0
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) of every layer: copy-on-write."""
+        """Copy whole blocks (source, destination) of every layer."""
         by_block = self.tags.reshape(len(self.tags), -1, self._block_words)
         for source, destination in copies:
             by_block[:, destination] = by_block[:, source]
@@ -351,7 +393,7 @@ class ShadowMemory:
     def writes(self, batch: Batch) -> Iterator[tuple[str, list[int]]]:
         """Yield (request, blocks) for each row and group of a step: what its forward writes in this memory."""
         for layout, accesses in zip(self._layouts, self._accesses(batch), strict=True):
-            blocks = (accesses.write_slots // layout.block_tokens).tolist()
+            blocks = (accesses.write_slots // layout.entries).tolist()
             begin = 0
             for row, tokens in zip(batch.rows, accesses.writes, strict=True):
                 yield row.request, blocks[begin : begin + tokens]
@@ -364,9 +406,12 @@ class ShadowMemory:
 
     def _attend(self, rows: tuple[Scheduled, ...], group: int, accesses: Accesses) -> None:
         view, masks, layout = self._views[group], self._masks[group], self._layouts[group]
+        if layout.state:
+            found = _one_word(view[:, accesses.read_slots], layout) ^ masks
         written = accesses.write_tags ^ masks
         view[:, accesses.write_slots] = written if layout.words == 1 else written[:, :, None]
-        found = _one_word(view[:, accesses.read_slots], layout) ^ masks
+        if not layout.state:
+            found = _one_word(view[:, accesses.read_slots], layout) ^ masks
         if (found == accesses.read_tags).all():
             return
         wrong = found != accesses.read_tags
@@ -382,9 +427,10 @@ class ShadowMemory:
                         position=int(layout.positions(first + i, first + i + 1, self._shard_of(layout))[0]),
                         layer=self.layer(group, index),
                         rank=self.rank,
-                        block=int(accesses.read_slots[begin + i]) // layout.block_tokens,
+                        block=int(accesses.read_slots[begin + i]) // layout.entries,
                         found=self.describe(int(found[index, begin + i]), self.layer(group, index)),
                         group=group,
+                        state=layout.state,
                     )
                 )
             begin += tokens
@@ -393,23 +439,23 @@ class ShadowMemory:
         return self.shard if layout.shards > 1 else 0
 
     def kept(self, tags: np.ndarray, group: int) -> np.ndarray:
-        """Return those of a block's ``tags`` that this rank keeps, in the order of its memory.
+        """Return those of a block's ``tags`` that this rank keeps in it, in the order of its memory.
 
         There is a tag for each of the block's tokens, or for the first of them.
         """
         layout = self._layouts[group]
-        if layout.shards == 1:
+        if layout.shards == 1 and not layout.state:
             return tags
         positions = layout.kept[self.shard]
         kept: np.ndarray = tags[positions[positions < len(tags)]]
         return kept
 
     def read_block(self, words: np.ndarray, group: int) -> np.ndarray:
-        """Return the tags in a group's block, shape (layers, block_tokens). ``words``: shape (layers, block words)."""
-        return _one_word(_by_token(words, self._layouts[group]), self._layouts[group]) ^ self._masks[group]
+        """Return the tags in a group's block, shape (layers, entries). ``words``: shape (layers, block words)."""
+        return _one_word(_by_entry(words, self._layouts[group]), self._layouts[group]) ^ self._masks[group]
 
     def gpu_block(self, block: int, group: int) -> np.ndarray:
-        """Return the tags in a block of this memory, shape (layers, block_tokens)."""
+        """Return the tags in a block of this memory, shape (layers, entries)."""
         return self.read_block(self.tags[:, block * self._block_words : (block + 1) * self._block_words], group)
 
     def describe(self, tag: int, layer: int) -> str:
@@ -418,13 +464,13 @@ class ShadowMemory:
         return self._origins.describe(0 if tag == int(self._masks[group][index, 0]) else tag)
 
 
-def _by_token(words: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return a view of shape (layers, tokens), or (layers, tokens, words) if a token has several."""
+def _by_entry(words: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return a view of shape (layers, entries), or (layers, entries, words) if an entry has several."""
     return words if layout.words == 1 else words.reshape(len(words), -1, layout.words)
 
 
 def _one_word(words: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return each token's word, shape (layers, tokens); TORN where its words differ."""
+    """Return each entry's word, shape (layers, entries); TORN where its words differ."""
     if layout.words == 1:
         return words
     return np.where((words == words[:, :, :1]).all(axis=2), words[:, :, 0], np.uint64(TORN))

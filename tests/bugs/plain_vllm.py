@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -58,6 +59,7 @@ class Engine:
         connector="SimpleCPUOffloadConnector",
         blocks_per_chunk=1,
         window=None,
+        mamba=False,
         priority=False,
         full_block_size=BLOCK_SIZE,
     ):
@@ -102,6 +104,11 @@ class Engine:
             specs.append(
                 SlidingWindowSpec(sliding_window=window, block_size=BLOCK_SIZE, num_kv_heads=smaller, **common)
             )
+        if mamba:
+            self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.mamba_block_size = BLOCK_SIZE
+            shapes, dtypes = ((1,), (7,)), (torch.float32, torch.float32)
+            specs.append(MambaSpec(BLOCK_SIZE, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"))
         names = [f"layer{i}" for i in range(len(specs))]
         page = smaller * PAGE_BYTES
         size = gpu_blocks * page
@@ -132,7 +139,7 @@ class Engine:
 
     def step(self):
         """Make one step; return (tokens scheduled per request, blocks or jobs stored, blocks or jobs loaded)."""
-        output = self.scheduler.schedule()
+        self.output = output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, self.run(output))
         self.metadata = metadata = output.kv_connector_metadata
         stored, loaded = "store_gpu_blocks", "load_gpu_blocks"

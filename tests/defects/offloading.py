@@ -186,6 +186,12 @@ def a_window_is_looked_up_a_chunk_too_short(patch: Patch) -> None:
     patch.setattr(Group, "load_window_size_in_chunks", load_window_size_in_chunks)
 
 
+def hits_do_not_end_where_a_state_is(patch: Patch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    patch.setattr(scheduler, "resolve_mamba_align_size", lambda *args: None)
+
+
 _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     copies_do_not_wait_for_the_forward: ("ordering", "SHADOW-1", "Copies run beside the forward, and not after it."),
     loads_raise_at_their_end_from_the_second_on: ("index", "CRASH-1", "The end of a second load raises."),
@@ -218,6 +224,11 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
         "groups",
         "CRASH-1",
         "A hit needs a chunk less of a window than attention reads.",
+    ),
+    hits_do_not_end_where_a_state_is: (
+        "states",
+        "SHADOW-1",
+        "A hit of a whole prompt ends before its last token, and Mamba's state stands behind it.",
     ),
     loads_mix_up_groups: ("groups", "SHADOW-1", "The blocks of one group are loaded from the chunks of another."),
 }

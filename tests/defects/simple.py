@@ -136,6 +136,12 @@ def loads_swap_their_destinations(patch: Patch) -> None:
     patch.setattr(Worker, "bind_connector_metadata", bind)
 
 
+def a_state_is_given_up_before_it_was_taken_along(patch: Patch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    patch.setattr(MambaManager, "get_num_skipped_tokens", lambda self, computed_tokens: computed_tokens)
+
+
 def a_completed_store_keeps_its_gpu_blocks(patch: Patch) -> None:
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
 
@@ -818,5 +824,11 @@ DEFECTS = dict(
             "A key that comes into the CPU tier is told twice.",
         ),
         _simple("events", "EVENT-1", clearing_is_not_told, "A reset isn't told."),
+        _simple(
+            "states",
+            "SHADOW-1",
+            a_state_is_given_up_before_it_was_taken_along,
+            "A Mamba request gives up its state in the step that goes on from it.",
+        ),
     ]
 )

@@ -442,7 +442,7 @@ class GroupLab:
         self.texts = {"a": Text.of_prompt("a", words(1, 0, 16), 0, self.origins)}
         self.state = RunnerState(self.layouts, self.texts)
         shards = max(layout.shards for layout in self.layouts)
-        block_words = self.layouts[0].block_tokens * self.layouts[0].words
+        block_words = self.layouts[0].entries * self.layouts[0].words
         self.memories = [
             ShadowMemory(
                 np.zeros((LAYERS, BLOCKS * block_words), dtype=np.uint64),
@@ -520,6 +520,83 @@ def test_a_block_is_read_back_as_the_tags_that_its_group_wrote() -> None:
         assert memory.kept(tags, 0).tolist() == tags[own].tolist()
         assert memory.kept(tags[:6], 0).tolist() == tags[first : min(6, first + 4)].tolist()
         assert (memory.gpu_block(1, 0) == memory.kept(tags, 0)).all()
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+STATE = Layout(4, state=True, words=4)
+
+
+def go_on(lab: GroupLab, tokens: int, computed: int, table: Sequence[int]) -> Batch:
+    """Let the runner take states along, then run the forward."""
+    first = new("a", range(16), table, computed)
+    batch = lab.state.apply(output({"a": tokens}, [first]))
+    for memory in lab.memories:
+        memory.copy_blocks(batch.state_copies)
+        memory.forward(batch)
+    return batch
+
+
+@FIXED
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_a_state_goes_from_block_to_block_and_each_holds_the_last_one_that_was_computed_there(
+    chunks: list[int],
+) -> None:
+    lab = GroupLab([STATE])
+    computed, expected = 0, {}
+    for chunk in chunks:
+        stop = min(computed + chunk, 16)
+        if stop == computed:
+            break
+        batch = go_on(lab, stop - computed, computed, [3, 5, 6, 8])
+        old, new_block = ([3, 5, 6, 8][(tokens - 1) // 4] for tokens in (max(computed, 1), stop))
+        assert batch.state_copies == (((old, new_block),) if computed and old != new_block else ())
+        computed = stop
+        expected[new_block] = int(lab.texts["a"].tags(stop - 1, stop)[0])
+        for block, tag in expected.items():
+            assert lab.memories[0].gpu_block(block, 0).tolist() == [[tag]] * LAYERS
+    assert lab.reports == []
+
+
+@pytest.mark.parametrize("word", range(4))
+def test_a_state_is_wrong_if_one_of_its_words_is(word: int) -> None:
+    lab = GroupLab([STATE])
+    go_on(lab, 6, 0, [3, 5])
+    lab.memories[0].tags[1, 5 * 4 + word] ^= np.uint64(1)
+    go_on(lab, 1, 6, [3, 5])
+    (report,) = lab.reports
+    assert (report.request, report.position, report.layer, report.block) == ("a", 5, 1, 5)
+    assert str(report).startswith(
+        "Mamba of a goes on from the state after token 5 in block 5 (layer 1, rank 0) and finds"
+    )
+
+
+def test_a_state_of_another_length_is_wrong_and_named() -> None:
+    lab = GroupLab([STATE])
+    go_on(lab, 8, 0, [3, 5])
+    go_on(lab, 1, 7, [3, 5])
+    assert [(report.position, report.found) for report in lab.reports] == [(6, "token 7 of a")]
+
+
+def test_the_first_step_of_a_request_goes_on_from_no_state() -> None:
+    lab = GroupLab([STATE])
+    lab.memories[0].tags[:] = 7
+    go_on(lab, 5, 0, [3, 5])
+    assert lab.reports == []
+
+
+def test_a_state_that_was_in_the_null_block_is_not_there() -> None:
+    lab = GroupLab([STATE])
+    go_on(lab, 4, 4, [0, 5])
+    assert [(report.position, report.block) for report in lab.reports] == [(3, 5)]
+
+
+def test_of_a_full_block_a_state_stands_for_all_its_tokens() -> None:
+    lab = GroupLab([Layout(4), STATE])
+    tags = lab.texts["a"].tags(4, 8)
+    assert lab.memories[0].kept(tags, 0).tolist() == tags.tolist()
+    assert lab.memories[0].kept(tags, 1).tolist() == tags[-1:].tolist()
 
 
 # Blocks that are zeroed or copied -------------------------------------------------------------------------------------

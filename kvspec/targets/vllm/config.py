@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -22,6 +23,8 @@ from kvspec.ops import EngineSetup
 from kvspec.targets.vllm.core import name_blocks_by_whole_hashes
 
 LAYERS = 2
+STATE_BYTES = 4
+"""Of a number in a Mamba state: float32."""
 BYTES_PER_TOKEN = 8  # One head of size 2, keys and values, in float16: one 64-bit tag per token and layer.
 MAX_MODEL_LEN = 256
 
@@ -93,7 +96,8 @@ def layouts(setup: EngineSetup) -> tuple[Layout, ...]:
             shards=shards(setup),
             interleave=setup.interleave,
             reach=group.reach,
-            words=max(setup.block_sizes) // size,
+            state=group.kind == "mamba",
+            words=max(setup.block_sizes) // (1 if group.kind == "mamba" else size),
         )
         for group, size in zip(setup.groups, setup.block_sizes, strict=True)
     )
@@ -129,8 +133,32 @@ def refusal(setup: EngineSetup) -> str | None:
             return "in this release there must be no decode ranks besides prefill ranks, or as many"
     if len(setup.groups) > 1 and len(set(zip(setup.groups, setup.block_sizes, strict=True))) == 1:
         return "layers that are all alike are one group"
-    if setup.context_ranks > 1 and [group.kind for group in setup.groups] != ["full"]:
+    kinds = [group.kind for group in setup.groups]
+    if setup.context_ranks > 1 and kinds != ["full"]:
         return "context parallelism runs with one full-attention group only"
+    return _mamba_refusal(setup) if "mamba" in kinds else None
+
+
+def _mamba_refusal(setup: EngineSetup) -> str | None:
+    """Say why the release can't run a setup with Mamba layers; None if it can.
+
+    Source: vLLM 0.22.1, v1/core/sched/scheduler.py (_mamba_block_aligned_split); 0.24.0 and 0.26.0, config/vllm.py
+    (validate_block_size); all, model_executor/models/config.py (MambaModelConfig), and v1/core/kv_cache_coordinator.py
+    (HybridKVCacheCoordinator.verify_and_split_kv_cache_groups).
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
+    if "not verified" in inspect.getsource(Scheduler._mamba_block_aligned_split):
+        return "up to 0.22 the scheduler asserts that no tokens of Mamba come from a connector"
+    if setup.runner_v2 and not hasattr(ModelState, "preprocess_state"):
+        return "up to 0.24 runner V2 has no Mamba with a prefix cache"
+    if not any(group.kind == "full" for group in setup.groups):
+        return "Mamba groups need a full-attention group beside them"
+    if len(set(setup.block_sizes)) > 1:
+        return "beside a Mamba group all groups have blocks of its size"
+    if setup.step_tokens < setup.block_size:
+        return "with Mamba a step must have room for the tokens of a block"
     return None
 
 
@@ -204,6 +232,8 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     cache = result.cache_config = copy.copy(result.cache_config)
     cache.block_size = min(setup.block_sizes)  # v1/engine/core.py (_initialize_kv_caches)
     cache.num_gpu_blocks = setup.gpu_blocks
+    cache.mamba_cache_mode = "align" if any(group.kind == "mamba" for group in setup.groups) else "none"
+    cache.mamba_block_size = cache.block_size
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.world_size = setup.world_size
     parallel.tensor_parallel_size = setup.ranks * setup.decode_ranks
@@ -263,10 +293,18 @@ def kv_cache_config(setup: EngineSetup) -> Any:
 
 
 def _spec(interface: Any, setup: EngineSetup, index: int) -> Any:
-    """Return a group's ``KVCacheSpec``; small blocks have as many more heads, so that pages are equal."""
+    """Return a group's ``KVCacheSpec``; small blocks have as many more heads, so that pages are equal. A Mamba state
+    has two parts, as if of convolution and recurrence, and fills its page."""
     import torch
 
     group, size = setup.groups[index], setup.block_sizes[index]
+    if group.kind == "mamba":
+        return interface.MambaSpec(
+            block_size=size,
+            shapes=tuple((part // STATE_BYTES,) for part in _state_parts(setup)),
+            dtypes=(torch.float32, torch.float32),
+            mamba_cache_mode="align",
+        )
     common = {
         "block_size": size,
         "num_kv_heads": max(setup.block_sizes) // size,
@@ -281,12 +319,18 @@ def _spec(interface: Any, setup: EngineSetup, index: int) -> Any:
     return spec
 
 
+def _state_parts(setup: EngineSetup) -> tuple[int, int]:
+    """Return the bytes of both parts of a Mamba state."""
+    return STATE_BYTES, page_bytes(setup) - STATE_BYTES
+
+
 def kv_cache_memory(setup: EngineSetup) -> tuple[np.ndarray, dict[str, Any]]:
     """Allocate the KV cache of one rank.
 
     Returns: the words, shape (layers of a group, blocks * words of a block), uint64; the tensor of each layer as the
-    worker gets it, shape (blocks, page bytes), int8, in the same memory. Releases that describe placement in one
-    backing allocation get views of one storage, older ones a storage per region.
+    worker gets it, shape (blocks, page bytes), int8, in the same memory. Up to 0.26 that of a Mamba layer is a list of
+    the parts of its state, shapes (blocks, numbers), float32. Releases that describe placement in one backing
+    allocation get views of one storage, older ones a storage per region.
     """
     import torch
     from vllm.v1 import kv_cache_interface as interface
@@ -297,8 +341,28 @@ def kv_cache_memory(setup: EngineSetup) -> tuple[np.ndarray, dict[str, Any]]:
         regions = list(torch.from_numpy(words.reshape(-1).view(np.int8)).view(LAYERS, *shape))
     else:
         regions = [torch.from_numpy(layer.view(np.int8)).view(shape) for layer in words]
-    names = (layer_names(group) for group in range(len(setup.groups)))
-    return words, {name: region for layers in names for name, region in zip(layers, regions, strict=True)}
+    states: list[Any] = [_states(region, setup) for region in regions] if _states_are_lists() else regions
+    caches: dict[str, Any] = {}
+    for number, group in enumerate(setup.groups):
+        caches |= dict(zip(layer_names(number), states if group.kind == "mamba" else regions, strict=True))
+    return words, caches
+
+
+def _states(region: Any, setup: EngineSetup) -> list[Any]:
+    """Return views of a layer's blocks, one for each part of a Mamba state."""
+    import torch
+
+    return [part.view(torch.float32) for part in region.split(_state_parts(setup), dim=1)]
+
+
+def _states_are_lists() -> bool:
+    """Whether a Mamba layer's memory is one tensor for each part of its state (up to 0.26); later it is one of bytes.
+
+    Source: vLLM 0.26.0 and 0.27.1, v1/worker/gpu/attn_utils.py (_reshape_kv_cache).
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return not hasattr(MambaBase, "bind_kv_cache")
 
 
 def _one_allocation(interface: Any) -> bool:

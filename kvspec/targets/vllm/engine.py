@@ -186,10 +186,14 @@ class VllmEngine:
         """Return where each full block that a request's table holds stops, in tokens, by the last bytes of its key.
 
         The last token that was sampled was never computed; a step that was scheduled ahead has moved the windows on.
+        States are left out: a request gives up the blocks of older ones, and each connector has a rule of its own for
+        which of them it stores.
         """
         request = self._requests[name]
         stops = {}
         for group, layout in enumerate(self.layouts):
+            if layout.state:
+                continue
             left = request.num_tokens - layout.reach + 1 if layout.reach else 0
             for stop in range(layout.span, request.num_tokens, layout.span):
                 if stop > left:

@@ -602,8 +602,9 @@ class OffloadingTier:
             return None
         blocks = [memory.kept(tags[i : i + layout.span], group) for i in range(0, len(tags), layout.span)]
         kept = np.concatenate(blocks)
-        if layout.reach:
-            kept = np.ma.array(kept, mask=np.arange(len(kept)) < layout.first_read(len(kept)))
+        if layout.reach or layout.state:
+            unread = len(kept) - 1 if layout.state else layout.first_read(len(kept))
+            kept = np.ma.array(kept, mask=np.arange(len(kept)) < unread)
         return kept
 
     def describe_key(self, key: bytes) -> str:
