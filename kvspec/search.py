@@ -350,8 +350,9 @@ def _engine_suite(name: str) -> Suite:
     base = MACHINES[parse_target(name)[0]]
     # The first engine imports as much as the target; the budget is for histories.
     run_history(target, History(target=name, setup=first_setup(base.SETUPS), ops=()))
-    required = base.required(implementation_version(name))
-    machine = type(base.__name__, (base,), {"target": target, "REQUIRED": required})
+    release = implementation_version(name)
+    values = {"target": target, "release": release, "REQUIRED": base.required(release)}
+    machine = type(base.__name__, (base,), values)
     return Suite(machine=machine, run=lambda history: run_history(target, history), events=EVENTS)
 
 

@@ -77,20 +77,19 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
     return drawn(setup_of, choices)
 
 
-def supported(setup: EngineSetup, target: Target) -> EngineSetup:
+def supported(setup: EngineSetup, target: Target, release: str) -> EngineSetup:
     """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
-    group. The same for Mamba in releases in which it isn't drawn."""
+    group. The same for Mamba in releases in which it isn't drawn (an unknown one, empty, counts as the newest)."""
     others = BACKENDS[0] if setup.backends else ()
     for backends, runner_v2 in product((setup.backends, others), (setup.runner_v2, not setup.runner_v2)):
         candidate = structs.replace(setup, backends=backends, runner_v2=runner_v2)
-        if not target.refusal(candidate) and (MAMBA not in setup.groups or _draws_mamba(target)):
+        if not target.refusal(candidate) and (MAMBA not in setup.groups or _draws_mamba(release)):
             return candidate
     alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
     return structs.replace(setup, backends=others, **alone)
 
 
-def _draws_mamba(target: Target) -> bool:
-    release = target.name.partition("@")[2]
+def _draws_mamba(release: str) -> bool:
     return not release or Version(release) >= Version(MAMBA_SINCE["Mamba"])
 
 
@@ -119,6 +118,8 @@ class OffloadMachine(RuleBasedStateMachine):
     SETUPS: ClassVar[Choices]
     setups: ClassVar[st.SearchStrategy[EngineSetup]]
     target: ClassVar[Target]
+    release: ClassVar[str] = ""
+    """Of the target; empty if it isn't known."""
     sink: ClassVar[Sink | None] = None
     fair: ClassVar[bool] = False
     """Ablation: a device that always makes progress, instead of the adversary that was drawn."""
@@ -138,7 +139,7 @@ class OffloadMachine(RuleBasedStateMachine):
         self._start(data.draw(self.setups), mix, adversary, seed)
 
     def _start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
-        setup = supported(setup, self.target)
+        setup = supported(setup, self.target, self.release)
         self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
         self.traffic = Traffic(mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
 

@@ -12,9 +12,10 @@ from kvspec.defects import load_defects, planted
 from kvspec.known import known_as, load_known
 from kvspec.laws import Violation
 from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Reset, Settle, Step
-from kvspec.search import implementation_version, violation_key
+from kvspec.search import implementation_version, load_suite, violation_key
 from kvspec.targets import Target, load_target
 from kvspec.world import World, run_history
+from strategies.machine import supported
 from strategies.traffic import Mix, Traffic
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
@@ -51,6 +52,18 @@ def traffic_on(target: Target, setup: EngineSetup, until: str = "") -> list[Viol
         if any(violation.law == until for violation in found):
             break
     return found
+
+
+@pytest.mark.parametrize(("release", "drawn"), [("0.29.0", False), ("0.30.0", True), ("", True)])
+def test_mamba_is_drawn_from_the_first_release_on_of_which_enough_is_known(
+    release: str, drawn: bool, target: Target
+) -> None:
+    assert (MAMBA in supported(SETUP, target, release).groups) == drawn
+
+
+def test_a_suite_tells_its_machine_the_release_that_is_imported(target: Target) -> None:
+    release = implementation_version(target.name)
+    assert load_suite("vllm-simple").machine.release == release  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", SETUPS)
