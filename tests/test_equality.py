@@ -119,6 +119,7 @@ def test_histories_go_to_json_and_back(history: PairHistory) -> None:
         (history_to_json(POOL).replace(b'"count"', b'"cuont"'), "unknown field `cuont`"),
         (history_to_json(POOL).replace(b'"blocks": 10', b'"blocks": -5'), "blocks is -5; it must be 1 to 4096"),
         (history_to_json(CACHE).replace(b'"decode": 1', b'"decode": 0'), "decode is 0; it must be 1 to 8"),
+        (history_to_json(CACHE).replace(b'"shows": ""', b'"shows": "x"'), "shows is 'x'; there is no such known issue"),
         (history_to_json(CACHE).replace(b'"block_tokens": 4', b'"block_tokens": 0'), "block_tokens of a group is 0"),
         (history_to_json(replace(CACHE, ops=(Arrive(shared=10**6),))), "op 0: shared is 1000000"),
         (history_to_json(replace(POOL, ops=(Find(text=99),))), "op 0: text is 99; it must be 0 to 7"),

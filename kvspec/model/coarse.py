@@ -23,10 +23,13 @@ class CoarseOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ValueError if a number of a setup is outside its limits."""
+    """Raise ValueError if a number of a setup is outside its limits, or if there is no such known issue."""
     for name, (least, most) in limits.items():
         if name in setup.__struct_fields__:
             refuse_outside(name, getattr(setup, name), least, most)
+    shows = getattr(setup, "shows", "")
+    if shows and shows not in {issue.id for issue in KNOWN_ISSUES}:
+        raise ValueError(f"shows is {shows!r}; there is no such known issue")
 
 
 SHOWS = (-119, 60)
