@@ -235,9 +235,7 @@ def history_to_json(history: msgspec.Struct) -> bytes:
 def history_from_json(data: bytes) -> History:
     """Read a history. ValueError that says what is wrong, and where, if it isn't one of this format."""
     try:
-        version = msgspec.json.decode(data, type=_Versioned).format
-        if version != HISTORY_FORMAT:
-            raise ValueError(f"history format {version}; this kvspec reads format {HISTORY_FORMAT}")
+        refuse_other_format(data, HISTORY_FORMAT)
         history = msgspec.json.decode(data, type=History)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a history: {error}") from error
@@ -250,6 +248,13 @@ def history_from_json(data: bytes) -> History:
     if not ADVERSARY.fullmatch(history.adversary):
         raise ValueError(f"{history.adversary!r} is no adversary; there are fair, random and pct:D (D change points)")
     return history
+
+
+def refuse_other_format(data: bytes, reads: int) -> None:
+    """Raise ValueError if a history has another format than the one that is read, MsgspecError if it has none."""
+    version = msgspec.json.decode(data, type=_Versioned).format
+    if version != reads:
+        raise ValueError(f"history format {version}; this kvspec reads format {reads}")
 
 
 class _Versioned(msgspec.Struct):

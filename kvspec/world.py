@@ -347,9 +347,9 @@ class World:
         chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
         after = ", after a reset" if self._connector_reset else ""
         unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
-        beside = " beside mamba" if has_states and kind != "mamba" else ""
+        beside = ", beside mamba" if has_states and kind != "mamba" else ""
         runner = ", runner V2" if has_states and self._setup.runner_v2 else ""
-        return f"{kind}{beside}{chunk}{after}{unequal}{runner}"
+        return f"{kind}{chunk}{after}{unequal}{beside}{runner}"
 
     def _has_states(self) -> bool:
         """Whether there is a Mamba group. Then runners write blocks outside the forward: they zero some, and copy
@@ -547,7 +547,8 @@ class World:
     def _stuck(self, how: str, kept: Iterable[str]) -> None:
         requests = self._engine.waiting_requests()
         if requests:
-            place = "several groups" if len(self._setup.groups) > 1 else ""
+            kinds = {group.kind for group in self._setup.groups}
+            place = f"groups: {', '.join(sorted(kinds))}" if len(self._setup.groups) > 1 else ""
             self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
             self._die(

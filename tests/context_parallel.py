@@ -128,7 +128,7 @@ def spans_are_scaled(prefill: int, decode: int, block: int, target: Target) -> N
         hash_block_size=hash_block,
     )
     cache_of_gpu = core.RealCache(
-        [("full", block, 0, False, True)],
+        [core.GroupSpec("full", block, 0, eagle=False, sharded=True, checkpoint_unit=0)],
         setup.gpu_blocks,
         caching=True,
         prefill=prefill,
@@ -154,10 +154,10 @@ def spans_are_scaled(prefill: int, decode: int, block: int, target: Target) -> N
 
 def lazy_target_is_the_models(groups: str, target: Target) -> None:
     """Twice the blocks of a step, each group's rounded up on its own."""
+    from kvspec.equality.compare import described
     from kvspec.targets.vllm import core
 
     layout = GROUPS[groups]
-    described = [(group.kind.value, group.block_tokens, group.reach, False, True) for group in layout]
     compared = 0
     for prefill, decode, step_tokens in product(SIZES, SIZES, STEP_TOKENS):
         cp = ContextParallel(prefill, decode)
@@ -165,7 +165,7 @@ def lazy_target_is_the_models(groups: str, target: Target) -> None:
             refuse_unsupported(layout, cp, profile())
         except Unsupported:
             continue
-        found = core.lazy_target_blocks(described, step_tokens, prefill, decode)
+        found = core.lazy_target_blocks(described(layout), step_tokens, prefill, decode)
         expected = lazy_target_blocks(layout, step_tokens, cp, profile())
         assert found == expected, f"{found} blocks, not {expected}: {ranks(prefill, decode)}, {step_tokens} tokens"
         compared += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from pd_engines import hand_over
 
+from kvspec.targets.vllm.core import GroupSpec
 from kvspec.targets.vllm.offload_index import RealEngine, RealTier, Transfer, plan_of
 
 HAND_OVERS = 8
@@ -45,7 +46,7 @@ class Watched:
     def __init__(self, *, forwards: bool = False, whole: bool = False, connectors: int = 0, **settings: Any) -> None:
         self.plans: list[tuple[int, bool, Transfer]] = []
         self.engine = RealEngine(
-            [("full", BLOCK, 0, False, True)],
+            [GroupSpec("full", BLOCK, 0, eagle=False, sharded=True, checkpoint_unit=0)],
             gpu_blocks=60,
             slots=30,
             chunk_blocks=CHUNK_BLOCKS,

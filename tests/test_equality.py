@@ -113,7 +113,9 @@ def test_histories_go_to_json_and_back(history: PairHistory) -> None:
     [
         (b'{"level": "disk"}', "there is no level 'disk'; there are engine, core and offload"),
         (b"[]", "not a history"),
-        (history_to_json(replace(POOL, format=9)), "history format 9; this kvspec reads format 1"),
+        (history_to_json(replace(POOL, format=9)), "history format 9; this kvspec reads format 2"),
+        (history_to_json(replace(POOL, format=1)), "history format 1; this kvspec reads format 2"),
+        (history_to_json(POOL).replace(b'"shows": ""', b'"shows": "core-eagle-first-window"'), "known issue of a pool"),
         (history_to_json(replace(POOL, ops=(Arrive(),))), "op 0: a PoolSetup has no Arrive"),
         (history_to_json(replace(CACHE, ops=(Find(),))), "op 0: a CacheSetup has no Find"),
         (history_to_json(POOL).replace(b'"count"', b'"cuont"'), "unknown field `cuont`"),

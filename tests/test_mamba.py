@@ -102,9 +102,39 @@ def test_only_runner_v2_zeroes_blocks_that_are_about_to_be_stored_and_the_place_
     setup = EngineSetup(gpu_blocks=18, groups=(MAMBA, FULL), runner_v2=runner_v2)
     first = Add("A", shared=8, tail=0, max_tokens=7)
     others = (Add("B", shared=20, tail=0, trunk=2), Add("C", shared=20, tail=1, trunk=1))
-    outcome = run_history(engine, History(engine.name, setup, (first, Step(4), *others), "fair"))
+    outcome = run_history(engine, History(engine.name, setup, (first, Step(4), *others, Settle()), "fair"))
     places = {violation.frame for violation in outcome.violations}
-    assert places == ({"mamba, runner V2", "full beside mamba, runner V2"} if runner_v2 else set())
+    assert places == ({"mamba, runner V2", "full, beside mamba, runner V2"} if runner_v2 else set())
+
+
+def test_a_stall_beside_mamba_is_not_taken_for_the_deadlock_of_windows(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state of the step before can't be hit for ever: what waits for it never runs."""
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    monkeypatch.setattr(MambaManager, "new_step_starts", lambda self: None)
+    prompt = {"shared": 9, "tail": 0}
+    history = History(target.name, SETUP, (Add("A", **prompt), Settle(), Add("B", **prompt), Settle()), "fair")
+    (violation,) = run_history(target, history).violations
+    assert (violation.law, violation.frame) == ("PROGRESS-1", "groups: full, mamba")
+    key, release = violation_key(target.name, violation), implementation_version(target.name)
+    assert known_as(load_known(), key, release) is None
+
+
+def test_wrong_bytes_of_a_window_are_the_known_ones_beside_mamba_too(target: Target) -> None:
+    engine = engine_of("vllm-offloading", target)
+    groups = (FULL, AttentionGroup("sliding-window", reach=5), MAMBA)
+    setup = replace(SETUP, groups=groups, gpu_blocks=16, step_tokens=17, blocks_per_chunk=4)
+    first, prompt = Add("filler", shared=5, tail=0, trunk=2), {"shared": 17, "max_tokens": 2}
+    second = Add("B", shared=12, tail=0, trunk=1, max_tokens=2)
+    ops = (first, Add("A", tail=0, **prompt), Step(1), second, Step(1), Settle(), Add("C", tail=1, **prompt), Settle())
+    history = History(engine.name, setup, ops, "fair")
+    violations, release = run_history(engine, history).violations, implementation_version(engine.name)
+    keys = [violation_key(engine.name, violation) for violation in violations]
+    assert {issue and issue.id for issue in (known_as(load_known(), key, release) for key in keys)} == {
+        "offloading-window-hole"
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ import msgspec
 
 from kvspec.errors import refuse_outside
 from kvspec.model.profile import KNOWN_ISSUES, Profile
-from kvspec.ops import HISTORY_FORMAT
+from kvspec.ops import refuse_other_format
+
+COARSE_FORMAT = 2
+"""Of histories of the equalities. Format 1 kept all known issues out of the way, or none."""
 
 _NUMBER_MAX = 10_000
 """No number of an op is larger, or smaller than its negative."""
@@ -27,9 +30,9 @@ def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]
     for name, (least, most) in limits.items():
         if name in setup.__struct_fields__:
             refuse_outside(name, getattr(setup, name), least, most)
-    shows = getattr(setup, "shows", "")
-    if shows and shows not in {issue.id for issue in KNOWN_ISSUES}:
-        raise ValueError(f"shows is {shows!r}; there is no such known issue")
+    shows, level = getattr(setup, "shows", ""), setup.__struct_config__.tag
+    if shows and shows not in {issue.id for issue in KNOWN_ISSUES if level in issue.levels}:
+        raise ValueError(f"shows is {shows!r}; there is no such known issue of a {level}")
 
 
 SHOWS = (-119, 60)
@@ -68,12 +71,11 @@ def coarse_history_from_json(
         exact: fields that must be within their range; others mean something at nearly any number.
     """
     try:
+        refuse_other_format(data, COARSE_FORMAT)
         history = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"not a history: {error}") from error
     read: Any = history
-    if read.format != HISTORY_FORMAT:
-        raise ValueError(f"history format {read.format}; this kvspec reads format {HISTORY_FORMAT}")
     for i, op in enumerate(read.ops):
         if not isinstance(op, allowed[type(read.setup)]):
             raise ValueError(f"op {i}: a {type(read.setup).__name__} has no {type(op).__name__}")

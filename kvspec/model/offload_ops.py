@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
+from kvspec.model.coarse import COARSE_FORMAT, SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import Profile, StoreMask
-from kvspec.ops import HISTORY_FORMAT
 
 _LIMITS = {
     "slots": (1, 4096),
@@ -320,7 +319,7 @@ class OffloadHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """``vllm-offload-index@0.33.0``; without a release, the vLLM that was importable."""
     setup: TierSetup | IndexSetup
     ops: tuple[TierOp | IndexOp, ...]
-    format: int = HISTORY_FORMAT
+    format: int = COARSE_FORMAT
 
 
 def offload_history_from_json(data: bytes) -> OffloadHistory:

@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from kvspec.errors import refuse_outside
-from kvspec.model.coarse import SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
+from kvspec.model.coarse import COARSE_FORMAT, SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
 from kvspec.model.profile import CheckpointEnd, Profile, known_issues
 from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
-from kvspec.ops import HISTORY_FORMAT
 
 _LIMITS = {
     "blocks": (1, 4096),
@@ -350,7 +349,7 @@ class CoreHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """``vllm-core@0.33.0``; without a release, the vLLM that was importable."""
     setup: CoreSetup
     ops: tuple[CoreOp, ...]
-    format: int = HISTORY_FORMAT
+    format: int = COARSE_FORMAT
 
 
 def pool_setup(
