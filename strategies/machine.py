@@ -77,7 +77,7 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
     return drawn(setup_of, choices)
 
 
-def supported(setup: EngineSetup, target: Target, release: str) -> EngineSetup:
+def supported(setup: EngineSetup, target: Target, release: str = "") -> EngineSetup:
     """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
     group. The same for Mamba in releases in which it isn't drawn (an unknown one, empty, counts as the newest)."""
     others = BACKENDS[0] if setup.backends else ()

@@ -70,6 +70,25 @@ def test_the_model_agrees_with_every_call_that_a_running_engine_makes(followers:
     assert calls["new_step_starts"] > 1000
 
 
+def test_the_model_agrees_with_the_calls_of_an_engine_with_mamba(followers: list[Any]) -> None:
+    from kvspec.ops import AttentionGroup, EngineSetup
+    from kvspec.targets import load_target
+    from kvspec.world import World
+    from strategies.traffic import Mix, Traffic
+
+    groups = (AttentionGroup(), AttentionGroup("mamba"))
+    for number in range(8):
+        setup = EngineSetup(gpu_blocks=16, cpu_blocks=20, groups=groups, async_scheduling=bool(number % 2))
+        world = World(load_target("vllm-simple"), setup, "random", number)
+        traffic = Traffic(Mix(), world)
+        for seed in range(3):
+            for op in traffic.burst(3 * number + seed):
+                world.apply(op)
+        world.finish()
+    assert [follower.broken for follower in followers if follower.broken] == []
+    assert sum((follower.calls for follower in followers), Counter())["allocate_slots"] > 100
+
+
 def test_a_follower_sees_a_block_too_few_that_is_given_back(
     followers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

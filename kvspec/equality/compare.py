@@ -64,6 +64,9 @@ def attempt(call: Callable[..., Any], *arguments: Any) -> Any:
         return Refused(type(error).__name__)
 
 
+_NEVER = b"a key that the implementation never had"
+
+
 class Names:
     """Which hash of the implementation names which content: one to one in each group."""
 
@@ -83,8 +86,8 @@ class Names:
             agree("KEY-2", self._names.setdefault(Key(block_hash, group), name), name)
 
     def of(self, key: Key) -> tuple[bytes, int]:
-        """Return the implementation's form of a key."""
-        return self._names[key], key.group
+        """Return the implementation's form of a key, or what is no key if it never had one for that content."""
+        return self._names.get(key, _NEVER), key.group
 
     def event(self, event: Event) -> target.RawEvent:
         """Return the implementation's form of an event. Extra keys are told without saying what they are."""
@@ -101,7 +104,7 @@ class Names:
         return ("cleared",)
 
     def _told(self, key: Key) -> bytes | int:
-        return target.event_hash(self._names[key])
+        return target.event_hash(self._names.get(key, _NEVER))
 
 
 def compare_events(names: Names, expect: list[Event], actual: list[target.RawEvent]) -> None:

@@ -2,7 +2,7 @@
 on the block pool, is made to ``kvspec.model`` too; answers and everything that can be seen are compared.
 
 So what the equality machine (``kvspec.equality.world``) shows for calls that it draws holds for the calls that an
-engine makes. Engines with full-attention and sliding-window groups can be followed.
+engine makes. Engines with full-attention, sliding-window and Mamba groups can be followed.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Follower:
             for index, span in enumerate(self.model.spans):
                 actual = target.group_hashes(real, self.model.layout.hash_tokens, span)
                 self.names.learn(index, request.text.view(span), actual, span // self.model.layout.hash_tokens)
+                if self.model.profile.registers_tails:
+                    self.names.learn(index, request.text.hashes, real.block_hashes)
         request.computed = real.num_computed_tokens
         request.in_flight = getattr(real, "num_in_flight_tokens", 0)
         request.waiting = real.status.name in ("WAITING", "PREEMPTED")
@@ -248,14 +250,7 @@ def _hold_iterables(arguments: Arguments) -> None:
 
 def _model_of(manager: Any) -> CacheManager:
     """Return the model of a manager that has just been constructed."""
-    groups = [
-        Group(
-            Kind.SLIDING_WINDOW if hasattr(spec, "sliding_window") and spec.sliding_window else Kind.FULL,
-            spec.block_size,
-            getattr(spec, "sliding_window", None) or 0,
-        )
-        for spec in (group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups)
-    ]
+    groups = [_group_of(group.kv_cache_spec) for group in manager.kv_cache_config.kv_cache_groups]
     pool, single = manager.block_pool, manager.coordinator.single_type_managers[0]
     return CacheManager(
         groups,
@@ -267,6 +262,13 @@ def _model_of(manager: Any) -> CacheManager:
         in_flight_tokens=_in_flight_tokens(groups, manager),
         events=pool.enable_kv_cache_events,
     )
+
+
+def _group_of(spec: Any) -> Group:
+    if hasattr(spec, "mamba_cache_mode"):
+        return Group(Kind.MAMBA, spec.block_size, align=spec.mamba_cache_mode == "align")
+    window = getattr(spec, "sliding_window", None)
+    return Group(Kind.SLIDING_WINDOW if window else Kind.FULL, spec.block_size, window or 0)
 
 
 def _in_flight_tokens(groups: Sequence[Group], manager: Any) -> int:
