@@ -119,10 +119,10 @@ def test_a_run_whose_shards_never_reach_what_they_must_fails_as_hollow(toy: Toy)
 
 def test_defaults_come_from_the_ini_file(toy: Toy) -> None:
     toy("")
-    Path("other.ini").write_text("[pytest]\nkvspec_target = toy:suite\nkvspec_budget = 1s\n")
+    Path("other.ini").write_text("[pytest]\nkvspec_target = toy:suite\nkvspec_budget = 4s\n")
     status, output = run_pytest(str(MACHINES), "-c", "other.ini")
     assert status == 0, output
-    assert "kvspec: toy:suite, 1 s per machine" in output
+    assert "kvspec: toy:suite, 4 s per machine" in output
 
 
 @pytest.mark.parametrize(
