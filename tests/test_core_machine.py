@@ -265,7 +265,6 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "REG-5": lambda profile: profile.registers_tails,
     "REG-6": lambda profile: profile.prompt_state is PromptState.ANYWHERE,
     "REG-7": lambda profile: profile.registers_junctions,
-    "SCALE-1": lambda profile: True,
     "NEED-6": lambda profile: profile.checkpoints_only_at_prompt_end,
     "STATE-6": lambda profile: profile.checkpoint_end is not CheckpointEnd.NOWHERE,
     **dict.fromkeys(("STATE-5", "REG-8"), lambda profile: profile.counts_lacking_states_at_checkpoints),
@@ -311,6 +310,7 @@ def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monke
     """In some history, that is: what a defect makes wrong can show under a later clause too."""
     monkeypatch.setattr(equality, "FINDINGS_MAX", 1)
     defect = OF_THE_MODEL[clause]
+    able = NEEDS.get(clause, lambda profile: True)(profile)
     with planted(defect):
         if defect.level == "scaling":
             with pytest.raises(ClauseBroken) as broken:
@@ -318,9 +318,8 @@ def test_the_defect_breaks_its_clause_first(clause: str, profile: Profile, monke
             assert broken.value.clause.id == clause
         elif clause in RARE:
             setup, steps = RARE[clause]
-            able = NEEDS[clause](profile)
             assert difference(o.CoreHistory("vllm-core", setup, tuple(steps))) == (clause if able else None)
-        elif NEEDS.get(clause, lambda profile: True)(profile):
+        elif able:
             assert clause in shown(defect.level, OPS_MAX, clause)
         else:
             assert not shown(defect.level, 1500, clause)

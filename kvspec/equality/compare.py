@@ -104,7 +104,7 @@ class Names:
         return ("cleared",)
 
     def _told(self, key: Key) -> bytes | int:
-        return target.event_hash(self._names.get(key, _NEVER))
+        return target.event_hash(self.of(key)[0])
 
 
 def compare_events(names: Names, expect: list[Event], actual: list[target.RawEvent]) -> None:

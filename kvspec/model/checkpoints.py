@@ -69,9 +69,11 @@ def checkpoint_in(
     Releases: 0.29.0 and later (0.29.0: chunks from the end of a block to the middle of another, and no spares).
     """
     group, span, unit = layout.groups[index], layout.spans[index], layout.hash_tokens
+    if not group.checkpoint_unit:
+        return None
     by_block = layout.profile.checkpoint_end is CheckpointEnd.BLOCK
     end, place = checkpoint_end(layout, index, tokens), blocks_for(tokens, span) - 2
-    if not group.checkpoint_unit or end <= 0 or place < 0:
+    if end <= 0 or place < 0:
         return None
     if by_block:
         exports = begin % span == 0 and tokens % span > 0

@@ -146,10 +146,9 @@ def _mamba_refusal(setup: EngineSetup) -> str | None:
     (validate_block_size); all, model_executor/models/config.py (MambaModelConfig), and v1/core/kv_cache_coordinator.py
     (HybridKVCacheCoordinator.verify_and_split_kv_cache_groups).
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-    if "not verified" in inspect.getsource(Scheduler._mamba_block_aligned_split):
+    if _states_never_come_from_a_connector():
         return "up to 0.22 the scheduler asserts that no tokens of Mamba come from a connector"
     if setup.runner_v2 and not hasattr(ModelState, "preprocess_state"):
         return "up to 0.24 runner V2 has no Mamba with a prefix cache"
@@ -160,6 +159,13 @@ def _mamba_refusal(setup: EngineSetup) -> str | None:
     if setup.step_tokens < setup.block_size:
         return "with Mamba a step must have room for the tokens of a block"
     return None
+
+
+@functools.cache
+def _states_never_come_from_a_connector() -> bool:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "not verified" in inspect.getsource(Scheduler._mamba_block_aligned_split)
 
 
 def _register_model() -> None:

@@ -477,7 +477,8 @@ class RealCache:
         self.sizes = Sizes(alignment, hash_tokens, hit_tokens, spans)
         self.pool = self.manager.block_pool
         self.fence = _fence(self.manager)
-        self._splitter = _splitter(self.manager, aligned, self.sizes, eagle, max_tokens) if aligned else None
+        exports = any(group.checkpoint_unit for group in aligned)
+        self._splitter = _splitter(self.manager, aligned, self.sizes, eagle, max_tokens) if exports else None
         self.calls: list[Call] = []
         self._record(self.manager.coordinator, "get_num_blocks_to_allocate", _needed_call)
         self._record(self.pool, "cache_full_blocks", _register_call)
@@ -576,8 +577,11 @@ class RealCache:
 
     def chunk(self, request: Any, new_tokens: int, hit_tokens: int, external: int) -> int:
         """Return how many of the new tokens the scheduler computes in one step of align mode."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+
         assert self._splitter is not None
-        return int(self._splitter._mamba_block_aligned_split(request, new_tokens, hit_tokens, external))
+        split = Scheduler._mamba_block_aligned_split
+        return int(split(self._splitter, request, new_tokens, hit_tokens, external))
 
     def keeps_checkpoint(self, request: Any) -> list[bool]:
         """Return per group whether the latest step that was asked for keeps a state in the middle of its chunk."""
@@ -712,17 +716,16 @@ def _fence(manager: Any) -> Any:
 
 
 def _splitter(manager: Any, aligned: Sequence[GroupSpec], sizes: Sizes, eagle: bool, step_tokens: int) -> Any:
-    """Return an object with the scheduler's own method that ends chunks in align mode, and what it asks."""
+    """Return what the scheduler's own method that ends chunks in align mode asks of a scheduler."""
     from types import SimpleNamespace
 
     from vllm.v1 import kv_cache_interface as interface
-    from vllm.v1.core.sched.scheduler import Scheduler
 
     block_tokens = aligned[0].block_tokens
     exports = all(group.checkpoint_unit for group in aligned)
     aligned_exports = "prefill_checkpoint_alignment" in _parameters(interface.MambaSpec)  # 0.30 and later
     inside = getattr(manager.coordinator, "enable_partial_hash_hits", False) and sizes.hash_tokens < block_tokens
-    splitter = type("Splitter", (), {"_mamba_block_aligned_split": Scheduler._mamba_block_aligned_split})()
+    splitter = SimpleNamespace()
     splitter.cache_config = SimpleNamespace(block_size=block_tokens)
     splitter.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
     splitter.block_size = sizes.alignment
