@@ -15,7 +15,7 @@ from kvspec.model.checkpoints import Checkpoint, checkpoint_end
 from kvspec.model.clauses import agree
 from kvspec.model.deferred import DeferredFrees
 from kvspec.model.groups import Kind, blocks_for, skipped_tokens
-from kvspec.model.keys import PLAIN, Text
+from kvspec.model.keys import PLAIN, Content, Text
 from kvspec.model.pool import NULL
 from kvspec.model.profile import Profile
 from kvspec.model.requests import Hit, Request
@@ -56,7 +56,7 @@ class CachePair:
         self.names = Names()
         self.reached: Counter[str] = Counter()
         self.live: list[Live] = []
-        self.prompts: list[list[int]] = []
+        self.prompts: list[tuple[list[int], Content]] = []
         self._kept: list[Checkpoint | None] = []
         """The checkpoint of the last step that was asked for, per group."""
         self.has_align = any(group.align for group in setup.groups)
@@ -152,11 +152,12 @@ class CachePair:
     def arrive(self, op: ops.Arrive) -> None:
         if len(self.live) >= _LIVE_MAX:
             return
-        content = content_of(op.content, self.avoid)
-        begin = self.prompts[-op.again :][0] if op.again > 0 and self.prompts else list(range(4 * op.shared))
+        again = op.again > 0 and self.prompts
+        begin, content = self.prompts[-op.again :][0] if again else (list(range(4 * op.shared)), PLAIN)
+        content = content_of(op.content, self.avoid) or content
         tokens = begin + [1000 * (op.branch + 1) + i for i in range(op.tail)]
         tokens = tokens[: self.setup.max_tokens - 8] or [0]
-        self.prompts.append(tokens)
+        self.prompts.append((tokens, content))
         self.reached["content"] += content != PLAIN
         name = f"r{len(self.prompts)}"
         text = self.model.text(tokens, content)

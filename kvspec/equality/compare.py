@@ -18,12 +18,12 @@ class Setup(Protocol):
     """What all setups of a pair have."""
 
     @property
-    def shows(self) -> str: ...
+    def shows(self) -> tuple[str, ...]: ...
 
 
 def avoided(setup: Setup, profile: Profile) -> frozenset[str]:
     """Return the known issues that a history must keep out of the way."""
-    return known_issues(profile.release) - {setup.shows}
+    return known_issues(profile.release) - set(setup.shows)
 
 
 class Known(Exception):

@@ -121,19 +121,21 @@ class EqualityWorld:
         try:
             run()
         except ClauseBroken as broken:
-            self._end(broken.clause.id, broken.difference(), kind, self._cause())
+            self._end(broken.clause.id, broken.difference(), kind, self._cause(broken.clause.id))
         except Exception as error:
             frame = innermost_frame(error, target.own_files())
             if frame is None:
                 raise
-            self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, self._cause() or frame)
+            self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, self._cause(type(error).__name__) or frame)
 
-    def _cause(self) -> str:
+    def _cause(self, seen: str) -> str:
         """Return the known issue without which there is no difference, or nothing if there is one anyway."""
         known = known_issues(profile_for(target.release()).release)
-        if self._setup.shows in known and difference(self.history(), known) is None:
-            return self._setup.shows
-        return ""
+        suspects = [issue for issue in self._setup.shows if issue in known]
+        if not suspects or difference(self.history(), known) is not None:
+            return ""
+        alone = (issue for issue in suspects if difference(self.history(), known - {issue}) == seen)
+        return next(alone, suspects[0])
 
     def _end(self, law: str, message: str, kind: str, place: str) -> None:
         self.alive = False

@@ -14,8 +14,8 @@ from kvspec.errors import refuse_outside
 from kvspec.model.profile import KNOWN_ISSUES, Profile
 from kvspec.ops import refuse_other_format
 
-COARSE_FORMAT = 2
-"""Of histories of the equalities. Format 1 kept all known issues out of the way, or none."""
+COARSE_FORMAT = 3
+"""Of histories of the equalities. Format 2 showed one known issue at most; no request took its content from another."""
 
 _NUMBER_MAX = 10_000
 """No number of an op is larger, or smaller than its negative."""
@@ -30,25 +30,24 @@ def refuse_nonsense(setup: msgspec.Struct, limits: Mapping[str, tuple[int, int]]
     for name, (least, most) in limits.items():
         if name in setup.__struct_fields__:
             refuse_outside(name, getattr(setup, name), least, most)
-    shows, level = getattr(setup, "shows", ""), setup.__struct_config__.tag
-    if shows and shows not in {issue.id for issue in KNOWN_ISSUES if level in issue.levels}:
-        raise ValueError(f"shows is {shows!r}; there is no such known issue of a {level}")
+    level = setup.__struct_config__.tag
+    for shows in getattr(setup, "shows", ()):
+        if shows not in {issue.id for issue in KNOWN_ISSUES if level in issue.levels}:
+            raise ValueError(f"shows has {shows!r}; there is no such known issue of a {level}")
 
 
-SHOWS = (-119, 60)
-"""Numbers worth drawing for the known issue that a history shows: two of three histories show none.
-
-60 has many divisors, so issues are drawn about equally often.
-"""
+SHOWS = (0, 4**12 - 1)
+"""Numbers worth drawing for the known issues that may show: a digit to the base 4 for each."""
 
 
-def shown(profile: Profile, level: str, number: int) -> str:
-    """Return the known issue of the release that a number above 0 stands for, and nothing for others.
+def shown(profile: Profile, level: str, number: int) -> tuple[str, ...]:
+    """Return the known issues of the release whose digits are 3.
 
-    One at a time: an issue that shows often would end nearly every history before a rare one can.
+    So one history of four shows a certain one: often enough to find a rare one, and those that show in nearly every
+    history don't end all of them before.
     """
     issues = [issue.id for issue in KNOWN_ISSUES if level in issue.levels and issue.affects(profile.release)]
-    return issues[number % len(issues)] if issues and number > 0 else ""
+    return tuple(issue for place, issue in enumerate(issues) if number >> 2 * place & 3 == 3)
 
 
 H = TypeVar("H", bound=msgspec.Struct)

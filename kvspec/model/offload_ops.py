@@ -38,8 +38,8 @@ class TierSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     slots: int = 4
     policy: str = "lru"
-    shows: str = ""
-    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    shows: tuple[str, ...] = ()
+    """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     running_max: int = 3
     asynchronous: bool = False
     prompt_only: bool = False
-    shows: str = ""
-    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    shows: tuple[str, ...] = ()
+    """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
 
     def __post_init__(self) -> None:

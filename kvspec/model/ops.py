@@ -45,8 +45,8 @@ class PoolSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     caching: bool = True
     lookahead: int = 0
     events: bool = True
-    shows: str = ""
-    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    shows: tuple[str, ...] = ()
+    """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
 
     def __post_init__(self) -> None:
@@ -226,8 +226,8 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Mamba states are asked for where a request parts from an earlier one."""
     eagle_fallback: bool = False
     """EAGLE without a group that is marked: then every group drops a block."""
-    shows: str = ""
-    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    shows: tuple[str, ...] = ()
+    """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
 
     def __post_init__(self) -> None:
@@ -237,7 +237,7 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
     """A request arrives: ``shared`` times 4 tokens of the trunk, or an earlier prompt, then ``tail`` of branch
-    ``branch``. ``content`` picks adapter, images, salt.
+    ``branch``. ``content`` picks adapter, images, salt, if it is small; else they are those of the earlier prompt.
     """
 
     shared: int = 0
@@ -308,7 +308,7 @@ RANGES |= {
         "shared": (0, 10),
         "tail": (-5, 9),
         "branch": (0, 2),
-        "content": (0, 179),
+        "content": (0, 319),
         "reads_cache": (0, 5),
         "again": (-4, 12),
     },
@@ -317,10 +317,10 @@ RANGES |= {
         "tokens": (0, 40),
         "drafts": (-4, 3),
         "lookahead": (-4, 3),
-        "external": (-24, 16),
+        "external": (-12, 16),
         "delay": _BIT,
-        "must_fit": _BIT,
-        "reserved": (-4, 3),
+        "must_fit": (-3, 1),
+        "reserved": (-12, 3),
         "others_run": _BIT,
         "in_flight": (-6, 6),
         "stop": (0, 4),
@@ -414,15 +414,15 @@ def cache_setup(
         if letter == "2":
             groups[-1] = replace(groups[-1], block_tokens=2 * size)
             continue
-        window = 2 + (reach + 3 * index) % 9
+        window = (2 + (reach + 3 * index) % 9) * (1 if reach < 9 else 6)
         chunk = size * (1 + reach % 3)
         length = {"W": window, "C": chunk}.get(letter, 0)
         draft = 0 < eagle < 8 and bool(eagle >> len(groups) & 1) and letter not in "CMA" and "C" not in letters
         spares = reach % 3 if letter == "A" else 0
         unit_of_group = checkpoint_unit if letter == "A" else 0
         groups.append(Group(_KINDS[letter], size, length, draft, True, letter == "A", spares, unit_of_group))
-    issue = shown(profile, "cache", shows)
-    avoided = known_issues(profile.release) - {issue}
+    issues = shown(profile, "cache", shows)
+    avoided = known_issues(profile.release) - set(issues)
     if "core-eagle-window-unregistered" in avoided and "2" in letters:
         eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     kinds = set(letters) - {"2"}
@@ -445,16 +445,16 @@ def cache_setup(
         unit=(0, size, size, size // 2)[unit] if may_be_smaller else 0,
         junctions=junctions > 0 and profile.registers_junctions and "A" in letters,
         eagle_fallback=eagle == 8 and "C" not in letters,
-        shows=issue,
+        shows=issues,
     )
 
 
 CACHE_SETUP_RANGES = {
     "family": (0, len(FAMILIES) - 1),
     "block_tokens": (1, 2),
-    "reach": (0, 8),
+    "reach": (0, 17),
     "eagle": (-8, 8),
-    "blocks": (0, 50),
+    "blocks": (0, 40),
     "caching": (0, 9),
     "ranks": (-4, 3),
     "in_flight": (0, 3),

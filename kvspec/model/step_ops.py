@@ -35,8 +35,8 @@ class StepSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     defers: bool = False
     """Blocks that a step in flight may still write are released after it, as for a connector that loads."""
     priority: bool = False
-    shows: str = ""
-    """The known issue that may show; all others of the release are kept out of the way, so that a history goes on
+    shows: tuple[str, ...] = ()
+    """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import fields
+from random import Random
 
 import pytest
 
@@ -80,14 +81,13 @@ def test_known_issues_name_a_clause_and_the_releases_that_have_them() -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_histories_can_show_every_known_issue_of_the_release_one_at_a_time(release: str) -> None:
-    profile, (least, most) = profile_for(release), SHOWS
+def test_one_history_of_four_can_show_a_known_issue_of_the_release(release: str) -> None:
+    profile, random = profile_for(release), Random(0)
     levels = {level for issue in KNOWN_ISSUES for level in issue.levels}
     for level in levels:
-        drawn = Counter(shown(profile, level, number) for number in range(least, most + 1))
-        issues = {i.id for i in KNOWN_ISSUES if level in i.levels and i.affects(release)}
-        assert drawn.keys() - {""} == issues
-        assert drawn[""] >= 2 * most
+        drawn = Counter(issue for _ in range(1000) for issue in shown(profile, level, random.randint(*SHOWS)))
+        assert drawn.keys() == {i.id for i in KNOWN_ISSUES if level in i.levels and i.affects(release)}
+        assert all(200 <= often <= 300 for often in drawn.values())
 
 
 def test_every_clause_says_what_it_means_where_it_was_read_and_for_which_releases() -> None:
