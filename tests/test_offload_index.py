@@ -18,7 +18,7 @@ from kvspec.history import read_history
 from kvspec.history.minimise import minimise
 from kvspec.model import CLAUSES, KNOWN_ISSUES, RELEASES, Group, Kind, Profile, offload, tiers
 from kvspec.model import offload_ops as o
-from kvspec.model.profile import known_issues, profile_for
+from kvspec.model.profile import DraftTail, known_issues, profile_for
 from kvspec.model.tiers import Tier
 from kvspec.ops import history_to_json
 from strategies import equality
@@ -148,6 +148,10 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
     "offload-external-evicts-hits": (
         o.IndexSetup((Group(Kind.FULL, 4), Group(Kind.SLIDING_WINDOW, 4, 12)), gpu_blocks=17, slots=60),
         [o.Begin(6, own=1), o.MakeSteps(), o.Begin(1, own=5), o.Begin(4), o.MakeSteps(3)],
+    ),
+    "offload-draft-chunk-passed": (
+        o.IndexSetup((Group(Kind.FULL, 4, eagle=True),), slots=12, drafts=1),
+        [o.Begin(4, own=3), o.MakeSteps()],
     ),
     "offload-group-sizes-null": (
         o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 6),), chunk_blocks=2, slots=1, step_tokens=8),
@@ -287,6 +291,7 @@ NEEDS: dict[str, Callable[[Profile], bool]] = {
     "STORE-12": lambda profile: profile.store_mask.name in ("SEGMENT", "PARTIAL_SEGMENT"),
     "STORE-13": lambda profile: profile.store_mask.name == "REGISTRATION",
     "STORE-14": lambda profile: profile.offload_reset,
+    **dict.fromkeys(("STORE-16", "LOOKUP-6"), lambda profile: profile.draft_tail is not DraftTail.NOWHERE),
     "TOUCH-1": lambda profile: not profile.tier_counts_requests,
     "FENCE-2": lambda profile: profile.jobs_by_number,
     "FENCE-3": lambda profile: profile.flushes_when_idle,

@@ -16,7 +16,7 @@ from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
 from kvspec.model.pool import NULL
-from kvspec.model.profile import Profile, StoreMask
+from kvspec.model.profile import DraftTail, Profile, StoreMask
 from kvspec.model.tiers import Access, Answer, Placed, Tier
 from kvspec.targets.vllm import offload_index as target
 
@@ -86,6 +86,7 @@ class IndexPair(EndsAtKnown):
             running_max=setup.running_max,
             asynchronous=setup.asynchronous,
             prompt_only=setup.prompt_only,
+            drafts=setup.drafts,
             observe=self._observe,
         )
 
@@ -181,6 +182,9 @@ class IndexPair(EndsAtKnown):
         def offers(request: OffloadRequest | None, scheduled: int) -> Transfer | None:
             if request is not None:
                 self.offers.append(Offer(request, list(request.next_stored), scheduled))
+                tokens = self.model.offloadable(request, scheduled)
+                groups = range(len(self.setup.groups))
+                self.reached["held-back"] += any(self.model._is_held_back(request, group, tokens) for group in groups)
             return offer(request, scheduled)
 
         def prepare_store(keys: Sequence[Key], access: Access[Key]) -> Placed[Key] | None:
@@ -241,6 +245,7 @@ class IndexPair(EndsAtKnown):
         agree(self._lookup_clause(request, waits, expect, answer[0]), expect, answer[0])
         agree("LOOKUP-1", bool(expect), answer[1])
         self.reached["hit"] += bool(expect)
+        self.reached["hit-proven"] += bool(expect and self.setup.drafts)
         self.reached["hit-after-local"] += bool(expect and local)
         self.reached["asked-again"] += expect is None
         self._compare(index="STORE-2", tier="TOUCH-1")
@@ -263,7 +268,9 @@ class IndexPair(EndsAtKnown):
     def _lookup_clause(self, request: OffloadRequest, waits: bool, *answers: int | None) -> str:
         if waits or not request.reads_cache:
             return "LOOKUP-1"
-        return "LOOKUP-5" if None in answers and self.agreed else "LOOKUP-2"
+        if None in answers and self.agreed:
+            return "LOOKUP-5"
+        return "LOOKUP-6" if self.setup.drafts else "LOOKUP-2"
 
     def _admitted(self, answer: Any, name: str, rows: Rows, found: Sequence[Sequence[bool]], external: int) -> None:
         self._check_hits(name, rows, found, external)
@@ -302,6 +309,7 @@ class IndexPair(EndsAtKnown):
         refused = [offer.request for offer in offers if offer.taken is None and offer.request.name in state.next_stored]
         for request in refused:
             agree("STORE-8", request.next_stored, state.next_stored[request.name])
+        self._follow_passed(state)
         stored = [key for offer in offers for key in offer.taken or ()]
         ended = seen.preempted and not self.profile.jobs_by_number
         first = "LRU-1" if self.setup.policy == "lru" else "ARC-1"
@@ -342,6 +350,8 @@ class IndexPair(EndsAtKnown):
         tokens = self.model.offloadable(request, offer.scheduled)
         if chunk < offer.before[group]:
             return "STORE-10"
+        if self.setup.groups[group].eagle and chunk == tokens // self.model.chunk_tokens[group] - 1:
+            return "STORE-16"
         if (is_full and only_ours) or chunk >= tokens // self.model.chunk_tokens[group]:
             return "STORE-6"
         if chunk >= self.model.storable(request, group, tokens):
@@ -449,6 +459,17 @@ class IndexPair(EndsAtKnown):
         if resets and "offload-second-reset" in self.avoid and self.model.flushes():
             raise Known("offload-second-reset")
 
+    def _follow_passed(self, state: target.ConnectorState) -> None:
+        """Let the model pass the chunks that are held back, where offload-draft-chunk-passed is why that is done."""
+        if self.profile.draft_tail is not DraftTail.ALWAYS or "offload-draft-chunk-passed" not in self.avoid:
+            return
+        eagle = [group for group, some in enumerate(self.setup.groups) if some.eagle]
+        for name, request in self._comparable().items():
+            for group in eagle if name in state.next_stored else ():
+                if state.next_stored[name][group] == request.next_stored[group] + 1:
+                    request.next_stored[group] += 1
+                    self.reached["known:offload-draft-chunk-passed"] += 1
+
     def _check_last(self, seen: target.StepSeen) -> None:
         """Raise Known if the last chunks of a request that has ended can't be compared."""
         for name in seen.finished if self.profile.stores_at_end else ():
@@ -456,7 +477,11 @@ class IndexPair(EndsAtKnown):
             request.computed = self.real.seen(name).computed
             tokens, known = self.model.offloadable(request, 0), len(request.text.tokens)
             limit = min(known, self.model.limit(request))
-            differs = any(tokens // size != limit // size for size in self.model.chunk_tokens)
+            differs = any(
+                tokens // size != limit // size
+                or self.model._is_held_back(request, group, tokens) != self.model._is_held_back(request, group, limit)
+                for group, size in enumerate(self.model.chunk_tokens)
+            )
             issue = "offload-abort-never-scheduled" if request.aborted else "offload-last-slot-stored"
             if differs and issue in self.avoid and name in self.model.tracked:
                 raise Known(issue)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvspec.model.profile import CheckpointEnd, Profile, known_issues
+from kvspec.model.profile import CheckpointEnd, DraftTail, Profile, known_issues
 
 CORE_EVENTS = {
     "evicted": "a block that could be found was reused",
@@ -53,6 +53,8 @@ OFFLOAD_EVENTS = {
     "stale": "a transfer from before a reset was reported",
     "hit": "a request had a hit in the tier",
     "hit-after-local": "a request had a hit in the tier, after one on the GPU",
+    "hit-proven": "a request had a hit in the tier, with a chunk behind it for layers of a draft model",
+    "held-back": "a last chunk wasn't stored yet, as a draft that is rejected could change it",
     "asked-again": "a request was told to ask again",
     "loaded": "a request began to load",
     "loaded-for-remote": "a request began to load that a remote engine will decode",
@@ -131,6 +133,7 @@ REQUIRED: Mapping[str, Mapping[str, Callable[[Profile], bool]]] = {
         "reset": lambda profile: profile.offload_reset,
         "stored-at-end": lambda profile: profile.stores_at_end,
         "given-away": lambda profile: profile.offload_policies,
+        **dict.fromkeys({"held-back", "hit-proven"}, lambda profile: profile.draft_tail is not DraftTail.NOWHERE),
     },
 }
 """Level -> events that a run of it must reach -> whether a release can."""

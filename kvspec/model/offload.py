@@ -6,7 +6,7 @@ CPU tier (``tiers``). Each request has a *store index* for each group: the next 
 and admitted by the engine; then, in each step that schedules it, its chunks that have become full are offered to the
 tier. Transfers are *jobs*: planned in one step, reported by the workers in a later one.
 
-Not modelled: Mamba and chunked-local groups, draft models, partial tails (0.28.0 and later), sparse retention,
+Not modelled: Mamba and chunked-local groups, partial tails (0.28.0 and later), sparse retention,
 loads within a step (0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
 """
 
@@ -20,7 +20,7 @@ from kvspec.model.clauses import clause
 from kvspec.model.groups import Group, Kind, blocks_for, worth_registering
 from kvspec.model.keys import Key, Text
 from kvspec.model.pool import NULL
-from kvspec.model.profile import Profile, StoreMask, WindowWait
+from kvspec.model.profile import DraftTail, Profile, StoreMask, WindowWait
 from kvspec.model.tiers import Access, Answer, Tier
 
 
@@ -234,6 +234,7 @@ class Offloader:
         order = [group for group in range(len(self.groups)) if group not in windows] + windows
         end = len(request.text.tokens) - bool(windows)
         agreed, ask_again, turn = 0, False, order
+        proven: set[int] = set()
         while turn:
             after: list[int] = []
             for place, group in enumerate(turn):
@@ -241,14 +242,19 @@ class Offloader:
                 end = min(end, len(request.keys[group]) * size)
                 if end - local < size:
                     return 0
-                found = self._found(request, group, local, end)
+                proves = self._needs_proof(group) and group not in proven
+                found = self._found(request, group, local, end, proves)
                 if found == 0:
                     return 0
                 ask_again |= found is None
+                if proves and found is not None:
+                    proven.add(group)
                 end = end if found is None else min(end, found)
                 if end - local < size:
                     return 0
                 if end - local < agreed:
+                    if not self._needs_proof(group):
+                        proven.clear()
                     if ask_again:
                         ask_again, after = False, order
                     elif not after and any(seen in windows for seen in turn[:place]):
@@ -257,16 +263,33 @@ class Offloader:
             turn = after
         return None if ask_again else agreed
 
-    def _found(self, request: OffloadRequest, group: int, local: int, end: int) -> int | None:
+    @clause
+    def _needs_proof(self, group: int) -> bool:
+        """LOOKUP-6. A hit of a group with draft layers needs one chunk more than it is long: what these keep of a
+        token depends on the next one.
+
+        The chunk may lie one behind what other groups have found. A group has shown it until one without draft layers
+        shortens the hit.
+
+        Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
+        OffloadingConnectorScheduler._lookup_complete_chunks.
+        Releases: 0.24.0 and later.
+        """
+        return self.groups[group].eagle and self.profile.draft_tail is not DraftTail.NOWHERE
+
+    def _found(self, request: OffloadRequest, group: int, local: int, end: int, proves: bool) -> int | None:
         """Return up to which token a group has a hit between ``local`` and ``end``; 0 for none, None to ask again."""
-        size = self.chunk_tokens[group]
-        first = local // size
-        keys = request.keys[group][first : blocks_for(end, size)]
-        if self.groups[group].kind is Kind.FULL:
+        size, is_full = self.chunk_tokens[group], self.groups[group].kind is Kind.FULL
+        first, stop = local // size, blocks_for(end, size)
+        if proves and (self.profile.full_groups_look_further or not is_full):
+            stop = min(blocks_for(end + size, size), len(request.keys[group]))
+        keys = request.keys[group][first:stop]
+        if is_full:
             count = self._prefix(keys)
         else:
-            count = self._window(keys, blocks_for(self.groups[group].reach, size), self.window_chunks(group, end) or 0)
-        return count and size * (first + count)
+            at_end = self.window_chunks(group, min(end, (stop - proves) * size)) or 0
+            count = self._window(keys, blocks_for(self.groups[group].reach, size) + proves, at_end + proves)
+        return count and size * (first + count - proves)
 
     @clause
     def _prefix(self, keys: Sequence[Key]) -> int | None:
@@ -581,7 +604,23 @@ class Offloader:
         Releases: all.
         """
         blocks = len(request.table[group]) // self.chunk_blocks
-        return min(tokens // self.chunk_tokens[group], blocks, len(request.keys[group]))
+        chunks = tokens // self.chunk_tokens[group] - self._is_held_back(request, group, tokens)
+        return max(0, min(chunks, blocks, len(request.keys[group])))
+
+    @clause
+    def _is_held_back(self, request: OffloadRequest, group: int, tokens: int) -> bool:
+        """STORE-16. The last chunk of a group with draft layers isn't stored yet, as a draft that is rejected could
+        change it; when it can is ``Profile.draft_tail``.
+
+        Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
+        RequestOffloadState.storable_chunks.
+        Releases: 0.24.0 and later.
+        """
+        tail = self.profile.draft_tail
+        if tail is DraftTail.NOWHERE or not self.groups[group].eagle:
+            return False
+        decoding = tail is DraftTail.ALWAYS or tokens > request.prompt_tokens
+        return decoding and not (tail is DraftTail.RUNNING and request.ended)
 
     def _offer(self, request: OffloadRequest | None, scheduled: int) -> Transfer | None:
         """Offer a request's new chunks to the tier; return the store, if there is one."""
@@ -656,6 +695,7 @@ class Offloader:
             self.profile.store_mask is StoreMask.REGISTRATION
             and request.ended
             and some.kind is not Kind.FULL
+            and not some.eagle
             and alignment > 0
             and alignment % some.block_tokens == 0
             and self.storable(request, group, tokens) != self._prompt_chunks(request, group)
@@ -711,6 +751,7 @@ class Offloader:
         if self.groups[group].kind is Kind.FULL or self.profile.store_mask is StoreMask.ALL or alignment <= size:
             return True
         tail, length = blocks_for(self.groups[group].reach, size), alignment // size
+        tail += self._needs_proof(group) and self.profile.store_mask is StoreMask.PARTIAL_SEGMENT
         if tail >= length:
             return True
         place = chunk % length
@@ -720,6 +761,8 @@ class Offloader:
 
     def _horizon(self, request: OffloadRequest, group: int, end: int) -> int | None:
         """Return at which block the text's last segment ends, as far as that is known."""
+        if self.groups[group].eagle:
+            return None
         prompt = self._prompt_chunks(request, group)
         if request.ended:
             return end * self.chunk_blocks
@@ -737,7 +780,7 @@ class Offloader:
         span = some.block_tokens
         if some.kind is Kind.FULL or not alignment or alignment % span:
             return [True for _ in blocks]
-        mask = worth_registering(some, span, alignment, False, None, (), blocks)
+        mask = worth_registering(some, span, alignment, some.eagle, None, (), blocks)
         if mask is None:
             return [True for _ in blocks]
         tail = range(0)

@@ -14,7 +14,7 @@ import msgspec
 from kvspec.errors import refuse_outside
 from kvspec.model.coarse import COARSE_FORMAT, SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import Profile, StoreMask
+from kvspec.model.profile import DraftTail, Profile, StoreMask
 
 _LIMITS = {
     "slots": (1, 4096),
@@ -22,6 +22,7 @@ _LIMITS = {
     "gpu_blocks": (2, 4096),
     "step_tokens": (1, 65536),
     "running_max": (1, 256),
+    "drafts": (0, 16),
 }
 """Least and most of each number of a setup."""
 _POLICIES = ("lru", "arc")
@@ -169,6 +170,8 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     running_max: int = 3
     asynchronous: bool = False
     prompt_only: bool = False
+    drafts: int = 0
+    """Tokens that a draft model proposes for each step; its layers are those of the groups marked ``eagle``."""
     shows: tuple[str, ...] = ()
     """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
@@ -177,8 +180,8 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         _refuse_nonsense(self)
         refuse_outside("the number of groups", len(self.groups), 1, 4)
         for group in self.groups:
-            if group.kind not in (Kind.FULL, Kind.SLIDING_WINDOW) or group.eagle:
-                raise ValueError(f"{group}: only full attention and sliding windows, without drafts, are compared")
+            if group.kind not in (Kind.FULL, Kind.SLIDING_WINDOW):
+                raise ValueError(f"{group}: only full attention and sliding windows are compared")
 
 
 class Begin(CoarseOp, frozen=True, tag="begin"):
@@ -272,19 +275,24 @@ def index_setup(
     step_tokens: int,
     asynchronous: int,
     prompt_only: int,
+    drafts: int,
+    draft_groups: int,
     shows: int,
 ) -> IndexSetup:
     """Return the setup that some coarse numbers mean for a release: one that the release accepts."""
     letters = INDEX_FAMILIES[family] if profile.jobs_by_number else "F"
     if profile.store_mask is StoreMask.ALL:  # Up to 0.21 all groups have blocks of one size.
         letters = letters.replace("2", "")
+    drafts = max(0, drafts) if profile.draft_tail is not DraftTail.NOWHERE else 0
     groups: list[Group] = []
     for index, letter in enumerate(letters):
         if letter == "2":
             groups[-1] = replace(groups[-1], block_tokens=8)
-        else:
-            window = 2 + (reach + 5 * index) % 11
-            groups.append(Group(Kind.FULL, 4) if letter == "F" else Group(Kind.SLIDING_WINDOW, 4, window))
+            continue
+        window = 2 + (reach + 5 * index) % 11
+        eagle = drafts > 0 and bool(draft_groups >> len(groups) & 1)
+        kind = Kind.FULL if letter == "F" else Kind.SLIDING_WINDOW
+        groups.append(Group(kind, 4, 0 if letter == "F" else window, eagle))
     return IndexSetup(
         groups=tuple(groups),
         chunk_blocks=1 if "2" in letters else chunk_blocks,
@@ -294,6 +302,7 @@ def index_setup(
         step_tokens=8 << step_tokens,
         asynchronous=asynchronous > 0,
         prompt_only=prompt_only > 0,
+        drafts=drafts if any(group.eagle for group in groups) else 0,
         shows=shown(profile, "index", shows),
     )
 
@@ -308,6 +317,8 @@ INDEX_SETUP_RANGES = {
     "step_tokens": (0, 3),
     "asynchronous": (-1, 1),
     "prompt_only": (-1, 1),
+    "drafts": (-6, 3),
+    "draft_groups": (1, 7),
     "shows": SHOWS,
 }
 

@@ -91,6 +91,15 @@ class WindowWait(Enum):
     IN_RUN = "those of the run that is found"
 
 
+class DraftTail(Enum):
+    """When the last chunk of a group with draft layers isn't stored yet, as a rejected draft could change it."""
+
+    NOWHERE = "never: draft layers are like any other"
+    ALWAYS = "always"
+    DECODING = "once the request has said something"
+    RUNNING = "while the request runs, once it has said something"
+
+
 class StoreMask(Enum):
     """Which chunks of a window are worth storing, where full attention's are longer."""
 
@@ -579,6 +588,25 @@ class Profile:
             {"0.20.2": False, "0.33.0": True},
         )
     )
+    draft_tail: DraftTail = field(
+        metadata=_switch(
+            "When the last chunk of a group with draft layers isn't stored yet.",
+            _OFFLOAD + "RequestOffloadState.storable_chunks",
+            {
+                "0.20.2": DraftTail.NOWHERE,
+                "0.24.0": DraftTail.ALWAYS,
+                "0.26.0": DraftTail.DECODING,
+                "0.30.0": DraftTail.RUNNING,
+            },
+        )
+    )
+    full_groups_look_further: bool = field(
+        metadata=_switch(
+            "The chunk that draft layers of full attention need beyond a hit may lie behind what others have found.",
+            _OFFLOAD + "_lookup_complete_chunks",
+            {"0.20.2": False, "0.30.0": True},
+        )
+    )
 
 
 SWITCHES = tuple(Switch(f.name, **f.metadata) for f in fields(Profile) if f.metadata)
@@ -888,6 +916,15 @@ KNOWN_ISSUES = (
         "0.30.0",
         "A hit that ends inside a window's chunk counts, though the chunk that the window reaches into isn't there.",
         "tests/test_offload_index.py",
+        ("index",),
+    ),
+    KnownIssue(
+        "offload-draft-chunk-passed",
+        "STORE-9",
+        "0.24.0",
+        "0.26.0",
+        "The last chunk of draft layers, which isn't stored yet, is passed as if it were.",
+        "vllm#46971",
         ("index",),
     ),
     KnownIssue(

@@ -136,11 +136,13 @@ _CLAUSES: dict[str, Planted] = {
     "STORE-13": ("index", F, "_wanted", lambda f: lambda self, g, blocks, end: [True for _ in blocks]),
     "STORE-14": ("index", F, "reset", _keeps_index),
     "STORE-15": ("index", F, "_turns", lambda f: lambda self, rows, s: f(self, rows, s)[::-1]),
+    "STORE-16": ("index", F, "_is_held_back", _answers(False)),
     "LOOKUP-1": ("index", F, "lookup", _reads_anyway),
     "LOOKUP-2": ("index", F, "_agreed_hit", lambda f: lambda self, r, n: f(self, r, n) or 0),
     "LOOKUP-3": ("index", F, "_prefix", _all_hits),
     "LOOKUP-4": ("index", F, "_window", lambda f: lambda self, keys, need, end: f(self, keys, need + 1, end + 1)),
     "LOOKUP-5": ("index", F, "_is_being_loaded", _answers(False)),
+    "LOOKUP-6": ("index", F, "_needs_proof", _answers(False)),
     "TOUCH-1": ("index", F, "_touch", _answers(None)),
     "ADMIT-1": ("index", F, "admit", _loads_one_block_less),
     "FENCE-1": ("index", F, "_flush_preempted", _answers(None)),
@@ -233,6 +235,29 @@ def the_store_index_skips_a_chunk(patch: Patch) -> None:
             group.next_stored_chunk_idx += group.next_stored_chunk_idx > index
 
     patch.setattr(state, "advance_stored_idx", advance)
+
+
+def what_is_held_back_is_passed(patch: Patch) -> None:
+    state = _connector().RequestOffloadState
+    real = state.advance_stored_idx
+
+    def advance(self: Any, tokens: int) -> None:
+        real(self, tokens)
+        for config, group in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            chunks = min(tokens // config.tokens_per_chunk, len(group.offload_keys))
+            group.next_stored_chunk_idx = max(group.next_stored_chunk_idx, chunks)
+
+    patch.setattr(state, "advance_stored_idx", advance)
+
+
+def draft_layers_hold_nothing_back(patch: Patch) -> None:
+    state = _connector().RequestOffloadState
+    real = state.storable_chunks
+
+    def storable(self: Any, config: Any, group: Any, tokens: int) -> Any:
+        return real(self, config._replace(is_eagle_group=False), group, tokens)
+
+    patch.setattr(state, "storable_chunks", storable)
 
 
 def a_window_further_left_is_a_chunk_too_short(patch: Patch) -> None:
@@ -383,6 +408,20 @@ _OF_VLLM = dict(
             "index",
             the_store_index_skips_a_chunk,
             "The store index passes one chunk more than was offered, which is never stored.",
+        ),
+        _of_vllm(
+            "cursor",
+            "STORE-9",
+            "index",
+            what_is_held_back_is_passed,
+            "The store index passes the last chunk of draft layers, which is never stored.",
+        ),
+        _of_vllm(
+            "cursor",
+            "STORE-16",
+            "index",
+            draft_layers_hold_nothing_back,
+            "The last chunk of draft layers is stored while a draft that is rejected can change it.",
         ),
         _of_vllm(
             "groups",

@@ -257,6 +257,25 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     return result
 
 
+def speculative(vllm_config: Any, method: str, drafts: int) -> Any:
+    """Return the target's ``SpeculativeConfig`` of a drafter that proposes ``drafts`` tokens for each step.
+
+    It is made as one that drafts from the text, which needs no model, and named another method then.
+    """
+    import vllm.config
+
+    result = vllm.config.SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=vllm_config.model_config,
+        target_parallel_config=vllm_config.parallel_config,
+    )
+    result.method = method
+    return result
+
+
 def of_rank(whole: Any, rank: int) -> Any:
     """Return a ``VllmConfig`` as the worker process of a rank has it."""
     result = copy.copy(whole)

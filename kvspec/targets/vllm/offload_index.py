@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 from kvspec.ops import EngineSetup
@@ -293,6 +294,7 @@ class RealEngine:
         running_max: requests at once.
         asynchronous: asynchronous scheduling, with two steps in flight.
         prompt_only: whether only prompts are stored (0.23 and later).
+        drafts: tokens that an EAGLE drafter proposes for each step; 0 without one.
         observe: told of each call to the connector.
         connectors: under MultiConnector, how many of OffloadingConnector; 0 for one without MultiConnector.
     """
@@ -309,6 +311,7 @@ class RealEngine:
         running_max: int = 4,
         asynchronous: bool = False,
         prompt_only: bool = False,
+        drafts: int = 0,
         observe: Observer | None = None,
         connectors: int = 0,
     ) -> None:
@@ -321,7 +324,10 @@ class RealEngine:
             async_scheduling=asynchronous,
             runner_v2=False,
         )
-        self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, connectors)
+        self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, drafts, connectors)
+        self._drafts = drafts
+        self._random = Random(0)
+        """Decides how many drafts are accepted."""
         self.requests: dict[str, Any] = self.scheduler.requests
         self.known: dict[str, Any] = {}
         self.connectors = [part.connector_scheduler for part in children(self.scheduler.connector)]
@@ -381,8 +387,13 @@ class RealEngine:
 
     def update(self) -> None:
         """Process the output of the oldest step in flight."""
+        from vllm.v1.outputs import DraftTokenIds
+
         output, answer = self.in_flight.popleft()
         self.scheduler.update_from_output(output, answer)
+        if self._drafts and not self.asynchronous:  # An asynchronous scheduler leaves room for them by itself.
+            names = [name for name, said in zip(answer.req_ids, answer.sampled_token_ids, strict=True) if said]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[WORD] * self._drafts for _ in names]))
 
     def settle(self, steps: int = 200) -> None:
         """Step until there is no work, with transfers that end at once. AssertionError if that takes too long."""
@@ -394,8 +405,8 @@ class RealEngine:
             assert steps, "the engine doesn't become idle"
 
     def _answer(self, output: Any) -> Any:
-        """Return what the model runner would: a token for each request whose known tokens are computed, and the
-        transfers that have ended.
+        """Return what the model runner would: a token for each request whose known tokens are computed, the drafts that
+        are accepted, and the transfers that have ended.
         """
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -406,7 +417,7 @@ class RealEngine:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[WORD] if self._is_complete(name) else [] for name in names],
+            sampled_token_ids=[self._said(name, output) for name in names],
             kv_connector_output=KVConnectorOutput(
                 finished_sending={name for report in reports for name in report.sent},
                 finished_recving={name for report in reports for name in report.loaded},
@@ -414,9 +425,13 @@ class RealEngine:
             ),
         )
 
-    def _is_complete(self, name: str) -> bool:
+    def _said(self, name: str, output: Any) -> list[int]:
         request = self.requests.get(name)
-        return request is not None and request.num_computed_tokens >= request.num_tokens
+        if request is None or request.num_computed_tokens < request.num_tokens:
+            return []
+        begun = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        drafts = 0 if name in begun else len(output.scheduled_spec_decode_tokens.get(name, ()))
+        return [WORD] * (1 + self._random.randint(0, drafts))
 
     def seen(self, name: str) -> RequestSeen:
         """Return a request as the connector sees it."""
@@ -585,6 +600,7 @@ def _scheduler(
     groups: Sequence[core.GroupSpec],
     chunk_blocks: int,
     prompt_only: bool,
+    drafts: int,
     connectors: int,
 ) -> tuple[Any, int]:
     """Return a scheduler, and the tokens of a hash block."""
@@ -600,6 +616,8 @@ def _scheduler(
         name, settings = "MultiConnector", {"connectors": [child] * connectors}
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
+    if drafts:
+        vllm_config.speculative_config = config.speculative(vllm_config, "eagle", drafts)
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
     if "shared_by" in _parameters(KVCacheTensor):  # up to 0.29; 0.23 and 0.24 divide by what a block takes
         kv_cache_config.kv_cache_tensors = [
