@@ -17,6 +17,7 @@ from kvspec.errors import KvspecError
 from kvspec.findings import Key
 from kvspec.model.profile import KNOWN_ISSUES
 from kvspec.ops import EQUALITIES
+from kvspec.targets import TARGETS
 
 
 class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +46,9 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("field 'reference' is a URL; write it as vllm#12345, or as the path of a script")
         if any("@" in target for target in self.targets):
             raise ValueError("field 'target' has a release; put that into 'releases'")
+        for target in self.targets:
+            if target not in TARGETS and ":" not in target:
+                raise ValueError(f"field 'target' has {target!r}; it may be {', '.join(sorted(TARGETS))}, or your own")
         try:
             self.covers("0")
         except (InvalidSpecifier, InvalidVersion) as error:
