@@ -86,6 +86,8 @@ EVENTS = {
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
     "abort before any schedule": "a request was aborted that had never been scheduled",
+    "draft accepted": "the model said what the drafter had proposed",
+    "draft rejected": "the model said something else, and what a draft had left in the KV cache was void",
 }
 
 _ABORTS = {
@@ -315,6 +317,10 @@ class World:
         batch = engine.last_batch()
         if batch is not None:
             self._trace.update(repr((batch.rows, batch.sampled)).encode())
+            if batch.accepted:
+                self._reach("draft accepted")
+            if batch.rejected:
+                self._reach("draft rejected")
         self._check_pools()
         self._check_cpu_index()
         self._kind = kind

@@ -152,22 +152,12 @@ class StepEngine:
 
 
 def _configuration(setup: EngineSetup, stages: int, drafts: int, draft_model: bool) -> Any:
-    import vllm.config
-
     result = config.vllm_config(setup, "", {})
     result.kv_transfer_config = None
     if drafts:
-        result.speculative_config = vllm.config.SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=drafts,
-            prompt_lookup_max=2,
-            prompt_lookup_min=1,
-            target_model_config=result.model_config,
-            target_parallel_config=result.parallel_config,  # of one stage: it asks the model whether it has several
-        )
         # Drafts from the text run ahead only if the GPU makes them; what else they need is nothing to the scheduler.
         ahead = "ngram_gpu" if setup.async_scheduling else "ngram"
-        result.speculative_config.method = "draft_model" if draft_model else ahead
+        result.speculative_config = config.speculative_config(result, drafts, "draft_model" if draft_model else ahead)
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.pipeline_parallel_size = stages
     return result
