@@ -272,10 +272,13 @@ class RunnerState:
     """The model runner's own view of the requests, kept from the scheduler's outputs alone.
 
     Source: vLLM 0.33.0, v1/worker/gpu_model_runner.py (_update_states) and v1/worker/gpu/model_runner.py
-    (update_requests).
+    (update_requests, postprocess_sampled).
     """
 
-    def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text]) -> None:
+    def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text], ahead: bool = False) -> None:
+        """``ahead``: the scheduler plans the next step before it knows which drafts were accepted, and takes all for
+        accepted; the runner, which knows, begins behind those."""
+        self._ahead = ahead
         self._layouts = layouts
         self._texts = texts
         self._offsets = [np.arange(layout.entries, dtype=np.int64) for layout in layouts]
@@ -316,7 +319,7 @@ class RunnerState:
         rejected = 0
         for request, tokens in output.num_scheduled_tokens.items():
             row = self._rows[request]
-            start = computed[request]
+            start = min(computed[request], row.known - 1) if self._ahead else computed[request]
             stop = start + tokens
             drafts = len(output.scheduled_spec_decode_tokens.get(request, ()))
             said = stop - drafts

@@ -155,8 +155,6 @@ def _drafts_refusal(setup: EngineSetup) -> str | None:
         return "drafts write several states of Mamba, which isn't simulated"
     if setup.context_ranks > 1:
         return "drafts beside context parallelism aren't simulated"
-    if setup.async_scheduling:
-        return "drafts beside asynchronous scheduling aren't simulated"
     if setup.runner_v2 and not setup.eagle:
         return "up to 0.32 runner V2 has no drafts of n-grams"
     if setup.step_tokens <= setup.drafts:
@@ -280,7 +278,8 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     )
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setup.runner_v2 else "0"
     if setup.drafts:
-        result.speculative_config = speculative_config(result, setup.drafts, "eagle" if setup.eagle else "ngram")
+        ngram = "ngram_gpu" if setup.async_scheduling else "ngram"
+        result.speculative_config = speculative_config(result, setup.drafts, "eagle" if setup.eagle else ngram)
     return result
 
 

@@ -66,7 +66,7 @@ class VllmEngine:
         self.scheduler, self.hash_block_size = make_scheduler(self.vllm_config, self.kv_cache_config)
         self.connector = self.scheduler.connector
         aggregator = KVOutputAggregator.from_connector(self.connector, world_size) if world_size > 1 else None
-        state = RunnerState(self.layouts, self.texts)
+        state = RunnerState(self.layouts, self.texts, ahead=setup.async_scheduling and setup.drafts > 0)
         propose = _draft_maker(setup.drafts)
         self.executor = Executor(self.ranks, runner, state, observe_output, aggregator, propose)
         self.core = make_core(self.scheduler, self.executor, depth=2 if setup.async_scheduling else 1)
