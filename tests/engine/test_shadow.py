@@ -779,3 +779,61 @@ def test_a_request_that_is_to_stop_samples_the_stop_token() -> None:
     batch = lab.run(output({"a": 1, "b": 1}, cached=[Cached("a", PROMPT_TOKENS), Cached("b", PROMPT_TOKENS)]))
     assert batch.sampled["a"] == [STOP_TOKEN]
     assert batch.sampled["b"] != [STOP_TOKEN]
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def with_drafts(count: int, begun: bool = False, ahead: int = 0) -> tuple[Lab, Batch]:
+    """Run a request whose first step is done, or isn't, with drafts; ``ahead``: drafts of the step before that the
+    scheduler takes for accepted, and which weren't."""
+    lab = Lab()
+    lab.state = RunnerState([Layout(lab.block_size)], lab.texts, ahead=bool(ahead))
+    lab.say("a", words(1, 0, PROMPT_TOKENS))
+    rows = [new("a", range(PROMPT_TOKENS), [5, 2, 9, 1])]
+    drafts = {"a": [-1] * count}
+    if begun:
+        return lab, lab.run(output({"a": PROMPT_TOKENS + count}, new=rows, drafts=drafts))
+    lab.run(output({"a": PROMPT_TOKENS}, new=rows))
+    cached = [Cached("a", PROMPT_TOKENS + ahead)]
+    return lab, lab.run(output({"a": 1 + count}, cached=cached, drafts=drafts))
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_accepted_drafts_are_said_and_rejected_ones_are_written_and_not_compared(count: int) -> None:
+    lab, batch = with_drafts(count)
+    said = lab.texts["a"]
+    accepted = said.accepted(PROMPT_TOKENS + 1, count)
+    assert batch.sampled == {"a": said.tokens[PROMPT_TOKENS + 1 :]}
+    assert (batch.accepted, batch.rejected) == (accepted, count - accepted)
+    assert len(only(batch).write_slots) == 1 + count
+    assert len(only(batch).read_slots) == PROMPT_TOKENS + 1 + accepted
+    assert lab.reports == []
+
+
+def test_the_next_step_reads_what_was_accepted_and_overwrites_the_rest() -> None:
+    lab, batch = with_drafts(3)
+    known = len(lab.texts["a"].tokens)
+    lab.run(output({"a": 1}, cached=[Cached("a", known - 1)]))
+    assert batch.rejected > 0
+    assert lab.reports == []
+
+
+def test_who_reads_a_rejected_draft_is_told_so() -> None:
+    lab, batch = with_drafts(3)
+    said = lab.texts["a"]
+    assert batch.rejected > 0
+    said.sample(len(said.tokens))
+    lab.state._rows["a"].known += 1
+    lab.run(output({"a": 1}, cached=[Cached("a", len(said.tokens) - 1)]))  # one token is skipped
+    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {len(said.tokens) - 2} of a"}
+
+
+def test_drafts_of_a_request_that_begins_are_padding_and_never_accepted() -> None:
+    _, batch = with_drafts(3, begun=True)
+    assert (batch.accepted, batch.rejected) == (0, 3)
+
+
+def test_a_step_that_was_planned_ahead_begins_behind_what_was_accepted() -> None:
+    (_, behind), (_, told) = with_drafts(2, ahead=2), with_drafts(2)
+    assert behind.rows == told.rows

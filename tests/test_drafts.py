@@ -1,0 +1,173 @@
+"""Engines with drafts: what is accepted is right, what is rejected is read by nobody, and a defect that keeps it is
+found."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvspec.known import known_as, load_known
+from kvspec.laws import Violation
+from kvspec.ops import Add, AttentionGroup, EngineSetup, Finish, History, Reset, Settle, Step
+from kvspec.search import implementation_version, violation_key
+from kvspec.targets import Target, load_target
+from kvspec.world import World, run_history
+from strategies.machine import DRAFTERS, setup_of, supported
+from strategies.machines import MACHINES
+from strategies.traffic import Mix, Traffic, chosen
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
+
+FULL, MAMBA = AttentionGroup(), AttentionGroup("mamba")
+NGRAM = EngineSetup(gpu_blocks=14, cpu_blocks=20, drafts=3, runner_v2=False, prompt_only=False)
+EAGLE = replace(NGRAM, eagle=True, runner_v2=True)
+DRAFTERS_BY_NAME = {"n-grams": NGRAM, "EAGLE": EAGLE}
+ANSWER = Add("A", shared=9, tail=0, max_tokens=9)
+"""Three blocks of a prompt and an answer, and one that begins."""
+
+
+def engine_of(name: str, target: Target) -> Target:
+    """Return another target with the release that this run checks."""
+    return load_target(f"{name}{target.name[len('vllm-simple') :]}")
+
+
+def applied(target: Target, setup: EngineSetup, *ops: Any) -> World:
+    world = World(target, setup, "fair")
+    for op in ops:
+        world.apply(op)
+    return world
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS_BY_NAME)
+@pytest.mark.parametrize("name", ["vllm-simple", "vllm-offloading", "vllm-multi"])
+def test_what_was_said_with_drafts_is_stored_and_loaded_with_its_bytes(
+    name: str, drafter: str, asynchronous: bool, target: Target
+) -> None:
+    """The second request finds nothing on the GPU: a reset has dropped it."""
+    engine = engine_of(name, target)
+    backends = ("offloading", "simple") if name == "vllm-multi" else ()
+    setup = replace(DRAFTERS_BY_NAME[drafter], async_scheduling=asynchronous, backends=backends)
+    onward = Add("B", continues="A", tail=1, max_tokens=4)
+    ops = (ANSWER, Settle(), Add("wakes"), Settle(), Reset(), onward, Settle())
+    outcome = run_history(engine, History(engine.name, setup, ops, "fair"))
+    assert outcome.violations == []
+    assert outcome.reached.keys() >= {"draft accepted", "draft rejected", "load finished"}
+
+
+def traffic_on(target: Target, setup: EngineSetup, histories: int) -> list[tuple[History, list[Violation], str]]:
+    """Let traffic happen; return each history, what it has shown that isn't known, and its trace."""
+    release, shown = implementation_version(target.name), []
+    for number in range(histories):
+        world = World(target, setup, "random", number)
+        traffic = Traffic(Mix(), world)
+        for seed in range(4):
+            for op in traffic.burst(4 * number + seed):
+                world.apply(op)
+        outcome = world.finish()
+        keys = [(v, violation_key(target.name, v)) for v in outcome.violations]
+        found = [v for v, key in keys if not known_as(load_known(), key, release)]
+        shown.append((world.history(), found, outcome.trace))
+    return shown
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["vllm-simple", "vllm-offloading"])
+def test_traffic_with_drafts_breaks_no_law_and_runs_the_same_again(
+    name: str, asynchronous: bool, target: Target
+) -> None:
+    engine = engine_of(name, target)
+    for history, found, trace in traffic_on(engine, replace(EAGLE, async_scheduling=asynchronous), histories=6):
+        assert found == []
+        assert run_history(engine, history).trace == trace
+
+
+def said_by(world: World, request: str) -> list[int]:
+    said = world._engine.said(request)
+    assert said is not None
+    return said
+
+
+@pytest.mark.parametrize("setup", [NGRAM, replace(EAGLE, async_scheduling=True)], ids=["in step", "ahead"])
+def test_an_answer_has_the_same_words_with_drafts_as_without_in_fewer_steps(setup: EngineSetup, target: Target) -> None:
+    plain = applied(target, replace(setup, drafts=0, eagle=False), ANSWER, Settle())
+    drafted = applied(target, setup, ANSWER, Settle())
+    assert said_by(drafted, "A") == said_by(plain, "A")
+    assert drafted.finish().steps < plain.finish().steps
+
+
+@pytest.mark.parametrize("most", range(1, 8))
+def test_an_answer_ends_at_its_limit_within_accepted_drafts_too(most: int, target: Target) -> None:
+    world = applied(target, NGRAM, Add("A", shared=9, tail=0, max_tokens=most), Settle())
+    assert len(said_by(world, "A")) == 9 + most
+    assert world.finish().violations == []
+
+
+def test_an_answer_ends_with_the_stop_token_though_drafts_behind_it_are_accepted(target: Target) -> None:
+    for steps in range(1, 4):
+        world = applied(target, NGRAM, ANSWER, Step(steps), Finish("A"), Settle())
+        said, text = said_by(world, "A"), world._engine._vllm.texts["A"].tokens
+        assert said[-1] == 2
+        if len(text) > len(said):
+            return
+    raise AssertionError("no stop token had an accepted draft behind it")
+
+
+def test_a_prefix_cache_that_has_a_token_before_it_is_computed_has_a_rejected_draft(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token that a request has said is never computed. Its slot has what a draft has left there."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler.update_from_output
+
+    def update_and_register(self: Any, *outputs: Any) -> Any:
+        running = list(self.running)
+        result = update(self, *outputs)
+        for request in running:
+            if not request.is_finished():
+                self.kv_cache_manager.cache_blocks(request, request.num_tokens)
+        return result
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update_and_register)
+    found = []
+    for prompt in range(6, 14):
+        ops = (Add("A", shared=prompt, tail=0, max_tokens=9), *[Step(1)] * 12, Settle())
+        found += applied(target, NGRAM, *ops).finish().violations
+    assert found
+    assert {violation.law for violation in found} <= {"INDEX-1", "INDEX-2"}
+    assert any("a rejected draft of token" in violation.message for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("setup", "fields", "reason"),
+    [
+        (NGRAM, {"groups": (FULL, MAMBA)}, "Mamba"),
+        (NGRAM, {"decode_ranks": 2}, "context parallelism"),
+        (NGRAM, {"runner_v2": True}, "n-grams"),
+        (NGRAM, {"step_tokens": 3}, "room for a token and its drafts"),
+    ],
+)
+def test_an_engine_that_is_not_run_with_drafts_is_refused_and_drawn_without(
+    setup: EngineSetup, fields: dict[str, Any], reason: str, target: Target
+) -> None:
+    engine = engine_of("vllm-offloading", target)
+    refused = engine.refusal(replace(setup, **fields))
+    assert refused is not None
+    assert reason in refused
+    assert engine.refusal(supported(replace(setup, **fields), engine)) is None
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_about_a_quarter_of_all_engines_have_drafts(name: str, target: Target) -> None:
+    engine, rng = engine_of(name, target), random.Random(1)
+    setups = [supported(chosen(setup_of, MACHINES[name].SETUPS, rng), engine) for _ in range(400)]
+    assert 0.2 < sum(setup.drafts > 0 for setup in setups) / len(setups) < 0.4
+    assert {setup.eagle for setup in setups if setup.drafts} == {False, True}
+
+
+def test_no_drafter_is_what_is_drawn_most() -> None:
+    assert DRAFTERS[0] == {}
