@@ -826,7 +826,7 @@ def test_who_reads_a_rejected_draft_is_told_so() -> None:
     said.sample(len(said.tokens))
     lab.state._rows["a"].known += 1
     lab.run(output({"a": 1}, cached=[Cached("a", len(said.tokens) - 1)]))  # one token is skipped
-    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {len(said.tokens) - 2} of a"}
+    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {len(said.tokens) - 1} of a"}
 
 
 def test_drafts_of_a_request_that_begins_are_padding_and_never_accepted() -> None:
