@@ -554,7 +554,8 @@ class World:
         requests = self._engine.waiting_requests()
         if requests:
             kinds = {group.kind for group in self._setup.groups}
-            place = f"groups: {', '.join(sorted(kinds))}" if len(self._setup.groups) > 1 else ""
+            places = [f"groups: {', '.join(sorted(kinds))}"] if len(self._setup.groups) > 1 else []
+            place = ", ".join([*places, "with drafts"] if self._setup.drafts else places)
             self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
             self._die(

@@ -68,6 +68,11 @@ DRAFT_BLOCKS = 2
 """Blocks of each group that a step's drafts may need, so that engines with them have requests as long as others."""
 
 
+AHEAD_SINCE = "0.27.1"
+"""The first release in which drafts are drawn beside asynchronous scheduling. Before, a scheduler doesn't count the
+outputs that a request still has in flight when it is preempted, and drafts among them break its counts for good."""
+
+
 def setup_of(**chosen: Any) -> EngineSetup:
     """Return the setup that some choices mean. The more groups, and with drafts, the larger the pools."""
     fields: dict[str, Any] = {}
@@ -90,22 +95,25 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 def supported(setup: EngineSetup, target: Target, release: str = "") -> EngineSetup:
     """Return the setup; if the target refuses it, with other backends or the other runner, or without drafts, or else
-    with one rank and group. The same for Mamba in releases in which it isn't drawn (an unknown one, empty, counts as
-    the newest)."""
+    with one rank and group. The same for what isn't drawn in a release (an unknown one, empty, counts as the
+    newest)."""
     others = BACKENDS[0] if setup.backends else ()
     undrafted = structs.replace(setup, drafts=0, eagle=False)
     for wanted, backends, runner_v2 in product(
         (setup, undrafted), (setup.backends, others), (setup.runner_v2, not setup.runner_v2)
     ):
         candidate = structs.replace(wanted, backends=backends, runner_v2=runner_v2)
-        if not target.refusal(candidate) and (MAMBA not in setup.groups or _draws_mamba(release)):
+        if not target.refusal(candidate) and _draws(candidate, release):
             return candidate
     alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
     return structs.replace(undrafted, backends=others, **alone)
 
 
-def _draws_mamba(release: str) -> bool:
-    return not release or Version(release) >= Version(MAMBA_SINCE["Mamba"])
+def _draws(setup: EngineSetup, release: str) -> bool:
+    """Whether a setup is drawn in a release, though more run there."""
+    mamba, ahead = MAMBA in setup.groups, setup.async_scheduling and setup.drafts > 0
+    since = [MAMBA_SINCE["Mamba"]] * mamba + [AHEAD_SINCE] * ahead
+    return not release or all(Version(release) >= Version(first) for first in since)
 
 
 class Sink(Protocol):

@@ -16,7 +16,7 @@ from kvspec.ops import Add, AttentionGroup, EngineSetup, Finish, History, Reset,
 from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target, load_target
 from kvspec.world import Outcome, World, run_history
-from strategies.machine import DRAFTERS, setup_of, supported
+from strategies.machine import setup_of, supported
 from strategies.machines import MACHINES
 from strategies.traffic import Mix, Traffic, chosen
 
@@ -163,5 +163,17 @@ def test_about_a_quarter_of_all_engines_have_drafts(name: str, target: Target) -
     assert {setup.eagle for setup in setups if setup.drafts} == {False, True}
 
 
-def test_no_drafter_is_what_is_drawn_most() -> None:
-    assert DRAFTERS[0] == {}
+@pytest.mark.parametrize(("release", "drawn"), [("0.26.0", False), ("0.27.1", True), ("", True)])
+def test_drafts_beside_asynchronous_scheduling_are_drawn_from_the_first_release_on_that_counts_right(
+    release: str, drawn: bool, target: Target
+) -> None:
+    assert bool(supported(replace(EAGLE, async_scheduling=True), target, release).drafts) == drawn
+    assert supported(EAGLE, target, release) == EAGLE
+
+
+def test_a_stall_with_drafts_is_told_from_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda *_, **__: None)
+    (violation,) = run(target, NGRAM, ANSWER).outcome.violations
+    assert (violation.law, violation.frame) == ("PROGRESS-1", "with drafts")
