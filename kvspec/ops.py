@@ -105,7 +105,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drafts: int = 0
     """Speculative decoding: tokens that a drafter proposes in each step, 0 for no drafter."""
     eagle: bool = False
-    """The drafter is EAGLE or MTP: it reads hidden states, so prefix hits end a block earlier."""
+    """The drafter, if there is one, is EAGLE or MTP: it reads hidden states, so prefix hits end a block earlier."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -119,8 +119,6 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"ranks is {self.ranks} and there are {self.context_ranks} context-parallel ranks; "
                 "one of them must be 1"
             )
-        if self.eagle and not self.drafts:
-            raise ValueError("eagle says which drafter there is, and drafts is 0")
         for size in self.block_sizes:
             if size % self.interleave:
                 raise ValueError(f"interleave is {self.interleave}; it must divide the block size, {size}")
