@@ -23,6 +23,7 @@ _RANGES = {
     "decode_ranks": (1, 8),
     "prefill_ranks": (1, 8),
     "interleave": (1, BLOCK_SIZE_MAX),
+    "drafts": (0, 8),
 }
 """Least and most of each number of a setup; beyond the most an engine takes more memory or time than it is worth."""
 GROUPS_MAX = 4
@@ -101,6 +102,10 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: tuple[str, ...] = ()
     """MultiConnector: its two connectors, in the order in which they are asked; ``offloading`` or ``simple``."""
     groups: tuple[AttentionGroup, ...] = (AttentionGroup(),)
+    drafts: int = 0
+    """Speculative decoding: tokens that a drafter proposes in each step, 0 for no drafter."""
+    eagle: bool = False
+    """The drafter, if there is one, is EAGLE or MTP: it reads hidden states, so prefix hits end a block earlier."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():

@@ -86,6 +86,8 @@ EVENTS = {
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
     "abort before any schedule": "a request was aborted that had never been scheduled",
+    "draft accepted": "the model said what the drafter had proposed",
+    "draft rejected": "the model said something else, and what a draft had left in the KV cache was void",
 }
 
 _ABORTS = {
@@ -315,6 +317,10 @@ class World:
         batch = engine.last_batch()
         if batch is not None:
             self._trace.update(repr((batch.rows, batch.sampled)).encode())
+            if batch.accepted:
+                self._reach("draft accepted")
+            if batch.rejected:
+                self._reach("draft rejected")
         self._check_pools()
         self._check_cpu_index()
         self._kind = kind
@@ -548,7 +554,8 @@ class World:
         requests = self._engine.waiting_requests()
         if requests:
             kinds = {group.kind for group in self._setup.groups}
-            place = f"groups: {', '.join(sorted(kinds))}" if len(self._setup.groups) > 1 else ""
+            places = [f"groups: {', '.join(sorted(kinds))}"] if len(self._setup.groups) > 1 else []
+            place = ", ".join([*places, "with drafts"] if self._setup.drafts else places)
             self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
         else:
             self._die(

@@ -57,14 +57,30 @@ MAMBA_SINCE = {"Mamba": "0.30.0"}
 from the null block, and what 0.27 to 0.29 show hasn't been told apart from bugs that have nothing to do with Mamba."""
 
 
+DRAFTERS: tuple[dict[str, Any], ...] = (
+    *[{}] * 5,
+    {"drafts": 2},
+    {"drafts": 1, "eagle": True},
+    {"drafts": 3, "eagle": True},
+)
+"""No drafter, one of n-grams, EAGLE. A third has one; what isn't run with drafts is run without them."""
+DRAFT_BLOCKS = 2
+"""Blocks of each group that a step's drafts may need, so that engines with them have requests as long as others."""
+
+
+AHEAD_SINCE = "0.27.1"
+"""The first release in which drafts are drawn beside asynchronous scheduling. Before, a scheduler doesn't count the
+outputs that a request still has in flight when it is preempted, and drafts among them break its counts for good."""
+
+
 def setup_of(**chosen: Any) -> EngineSetup:
-    """Return the setup that some choices mean. The more groups, the larger the pools."""
+    """Return the setup that some choices mean. The more groups, and with drafts, the larger the pools."""
     fields: dict[str, Any] = {}
     for name, value in chosen.items():
         fields |= value if isinstance(value, Mapping) else {name: value}
     setup = EngineSetup(**fields)
-    groups = len(setup.groups)
-    return structs.replace(setup, gpu_blocks=setup.gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
+    groups, gpu_blocks = len(setup.groups), setup.gpu_blocks + DRAFT_BLOCKS * bool(setup.drafts)
+    return structs.replace(setup, gpu_blocks=gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
 
 
 def first_setup(choices: Choices) -> EngineSetup:
@@ -78,19 +94,26 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 
 def supported(setup: EngineSetup, target: Target, release: str = "") -> EngineSetup:
-    """Return the setup; if the target refuses it, with other backends or the other runner, or else with one rank and
-    group. The same for Mamba in releases in which it isn't drawn (an unknown one, empty, counts as the newest)."""
+    """Return the setup; if the target refuses it, with other backends or the other runner, or without drafts, or else
+    with one rank and group. The same for what isn't drawn in a release (an unknown one, empty, counts as the
+    newest)."""
     others = BACKENDS[0] if setup.backends else ()
-    for backends, runner_v2 in product((setup.backends, others), (setup.runner_v2, not setup.runner_v2)):
-        candidate = structs.replace(setup, backends=backends, runner_v2=runner_v2)
-        if not target.refusal(candidate) and (MAMBA not in setup.groups or _draws_mamba(release)):
+    undrafted = structs.replace(setup, drafts=0, eagle=False)
+    for wanted, backends, runner_v2 in product(
+        (setup, undrafted), (setup.backends, others), (setup.runner_v2, not setup.runner_v2)
+    ):
+        candidate = structs.replace(wanted, backends=backends, runner_v2=runner_v2)
+        if not target.refusal(candidate) and _draws(candidate, release):
             return candidate
     alone = {"decode_ranks": 1, "prefill_ranks": 1, "interleave": 1, "groups": (AttentionGroup(),)}
-    return structs.replace(setup, backends=others, **alone)
+    return structs.replace(undrafted, backends=others, **alone)
 
 
-def _draws_mamba(release: str) -> bool:
-    return not release or Version(release) >= Version(MAMBA_SINCE["Mamba"])
+def _draws(setup: EngineSetup, release: str) -> bool:
+    """Whether a setup is drawn in a release, though more run there."""
+    mamba, ahead = MAMBA in setup.groups, setup.async_scheduling and setup.drafts > 0
+    since = [MAMBA_SINCE["Mamba"]] * mamba + [AHEAD_SINCE] * ahead
+    return not release or all(Version(release) >= Version(first) for first in since)
 
 
 class Sink(Protocol):

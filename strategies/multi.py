@@ -42,6 +42,8 @@ class MultiMachine(OffloadMachine):
             "idle",
             "rank skew",
             "step without a forward",
+            "draft accepted",
+            "draft rejected",
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE

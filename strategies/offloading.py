@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvspec.ops import AttentionGroup
-from strategies.machine import FULL, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import DRAFTERS, FULL, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
 
 
 def _window(tokens: int) -> AttentionGroup:
@@ -32,6 +32,7 @@ SETUPS: Choices = {
     "running_max": (2, 4),
     "async_scheduling": (False, True),
     "runner_v2": (False, True),
+    "drafter": DRAFTERS,
     "events": (False, True),
     "priority": (False, False, True),
     "blocks_per_chunk": (1, 1, 2, 3, 4),
@@ -84,6 +85,8 @@ class OffloadingMachine(OffloadMachine):
             "idle",
             "rank skew",
             "step without a forward",
+            "draft accepted",
+            "draft rejected",
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = {

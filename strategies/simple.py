@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from strategies.machine import MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import DRAFTERS, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
     "shape": SHAPES,
@@ -15,6 +15,7 @@ SETUPS: Choices = {
     "running_max": (2, 4),
     "async_scheduling": (False, True),
     "runner_v2": (False, True),
+    "drafter": DRAFTERS,
     "lazy": (False, False, False, True),
     "events": (False, True),
     "priority": (False, False, True),
@@ -52,6 +53,8 @@ class SimpleOffloadMachine(OffloadMachine):
             "idle",
             "rank skew",
             "step without a forward",
+            "draft accepted",
+            "draft rejected",
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE

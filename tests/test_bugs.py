@@ -61,6 +61,7 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
 
 
 SCRIPTS = {
+    "core_drafts_loads_deadlock.py": "0.33.0",
     "core_spares_registered.py": "0.31.0",
     "core_started_state_registered.py": "0.33.0",
     "core_victim_of_its_own_step.py": "0.33.0",

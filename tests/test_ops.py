@@ -70,6 +70,7 @@ def drawn_setups(draw: st.DrawFn) -> EngineSetup:
         block_size=draw(sizes),
         step_tokens=draw(st.integers(1, 65536)),
         running_max=draw(st.integers(1, 256)),
+        drafts=draw(st.integers(0, 8)),
         ranks=1 if context else draw(ranks),
         decode_ranks=draw(ranks) if context else 1,
         prefill_ranks=draw(ranks) if context else 1,

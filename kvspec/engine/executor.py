@@ -57,7 +57,9 @@ class Executor:
         state: RunnerState,
         observe: RankOutput,
         aggregator: Any | None,
+        propose: Callable[[Batch], Any],
     ) -> None:
+        self._propose = propose
         self._ranks = ranks
         self._runner = runner
         self._state = state
@@ -85,6 +87,11 @@ class Executor:
         self._dispatch(lambda rank: self._sample(rank, step))
         future = StepFuture(lambda: self._collect(step))
         return future if non_block else future.result()
+
+    def take_draft_token_ids(self) -> Any:
+        """Return what the drafter proposes after the latest step."""
+        assert self.last_batch is not None
+        return self._propose(self.last_batch)
 
     def idle(self) -> bool:
         """Whether no rank has anything left to do on the host."""

@@ -92,12 +92,18 @@ class Rank:
 
 
 class RunnerV1:
-    """Everything inside ``execute_model``; preemptions are handled before zeroing and copy-on-write."""
+    """Everything inside ``execute_model``; preemptions are handled before zeroing and copy-on-write.
 
-    def __init__(self, mixin: Any, vllm_config: Any, make_output: Callable[[Batch, Any], Any]) -> None:
+    With a drafter the saves of a step are ended after it has run, in ``sample_tokens``.
+    """
+
+    def __init__(
+        self, mixin: Any, vllm_config: Any, make_output: Callable[[Batch, Any], Any], drafts: bool = False
+    ) -> None:
         self._mixin = mixin
         self._vllm_config = vllm_config
         self._make_output = make_output
+        self._drafts = drafts
         self._connector_output: dict[int, Any] = {}
 
     def execute_model(self, rank: Rank, output: Any, batch: Batch) -> Any:
@@ -108,25 +114,34 @@ class RunnerV1:
             result = self._mixin.kv_connector_no_forward(output, self._vllm_config)
             rank.device.yield_point()
             return result
-        with self._mixin.maybe_get_kv_connector_output(output) as connector_output:
+        with self._mixin.maybe_get_kv_connector_output(output, defer_finalize=self._drafts) as connector_output:
             rank.launch_forward(batch)
         rank.device.yield_point()
         self._connector_output[rank.index] = connector_output
         return None
 
     def sample_tokens(self, rank: Rank, output: Any, batch: Batch) -> Any:
+        if self._drafts:
+            rank.device.yield_point()
+            self._mixin.finalize_kv_connector()
+            rank.device.yield_point()
         return self._make_output(batch, self._connector_output.pop(rank.index))
 
 
 class RunnerV2:
-    """The connector's step ends in ``sample_tokens``; preemptions are handled after zeroing and copy-on-write."""
+    """The connector's step ends in ``sample_tokens``; preemptions are handled after zeroing and copy-on-write.
+
+    With a drafter, from 0.33 on, the saves of a step are ended after it has run.
+    """
 
     def __init__(
         self,
         connectors: dict[int, Any],
         make_output: Callable[[Batch, Any], Any],
         post_forward_takes_output: bool,
+        drafts: bool = False,
     ) -> None:
+        self._drafts = drafts
         self._connectors = connectors
         self._make_output = make_output
         self._post_forward_takes_output = post_forward_takes_output
@@ -148,10 +163,14 @@ class RunnerV2:
     def sample_tokens(self, rank: Rank, output: Any, batch: Batch) -> Any:
         connector = self._connectors[rank.index]
         rank.device.yield_point()
+        deferred = {"defer_finalize": True} if self._drafts and hasattr(connector, "finalize_step") else {}
         connector_output = connector.post_forward(
-            output if self._post_forward_takes_output else output.finished_req_ids
+            output if self._post_forward_takes_output else output.finished_req_ids, **deferred
         )
         rank.device.yield_point()
+        if deferred:
+            connector.finalize_step()
+            rank.device.yield_point()
         return self._make_output(batch, connector_output)
 
 

@@ -5,6 +5,9 @@ For every scheduled token it writes the tag of its position to the slot that the
 so requests of one step may read each other's blocks. Bytes differ per layer and rank: the tag, XORed with a
 constant of both.
 
+Drafts are computed like tokens that are known. Those that the model rejects leave bytes that nobody may ever read: the
+next step overwrites them. What such a draft reads itself means nothing, and isn't compared.
+
 Layers come in groups with a block table each; blocks of all groups live in the same memory. With context parallelism
 a rank has a *shard* of each block's tokens: it writes those, and checks those.
 
@@ -19,7 +22,7 @@ Source: vLLM 0.33.0, v1/worker/mamba_utils.py (preprocess_mamba) and v1/worker/g
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,7 +102,7 @@ class Layout:
 
 
 class Scheduled(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a request, to be computed in this step."""
+    """Tokens ``start`` to ``stop`` of a request, to be computed in this step, drafts included."""
 
     request: str
     start: int
@@ -182,12 +185,21 @@ class Batch:
 
     rows: tuple[Scheduled, ...]
     accesses: tuple[tuple[Accesses, ...], ...]
-    sampled: dict[str, int | None]
+    sampled: dict[str, list[int]]
+    """What each request says: nothing before its text is computed to its end, then a token, and one for each draft that
+    was accepted."""
     zero_blocks: tuple[int, ...]
     block_copies: tuple[tuple[int, int], ...]
     """(source, destination) of copy-on-write."""
     state_copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) of the states that requests take along into another block."""
+    rejected: int = 0
+    """Drafts that the model doesn't say."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that the model says too."""
+        return sum(len(tokens) - 1 for tokens in self.sampled.values() if tokens)
 
 
 class _Gather:
@@ -204,10 +216,11 @@ class _Gather:
         self._reads: list[Reads] = []
         self._writes: list[int] = []
 
-    def add(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
-        """Add a row. ``slots``: of all that the shard keeps in the row's table; ``tags``: of positions 0 to stop."""
+    def add(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int, said: int) -> None:
+        """Add a row. ``slots``: of all that the shard keeps in the row's table; ``tags``: of positions 0 to stop;
+        ``said``: where what the model says ends, and rejected drafts begin."""
         if self._all:  # The shortcut of the rule below.
-            self._take(slots[start:stop], tags[start:], slots[:stop], tags, 0)
+            self._take(slots[start:stop], tags[start:], slots[:said], tags[:said], 0)
             return
         if self._layout.state:
             self._add_state(slots, tags, start, stop)
@@ -220,7 +233,8 @@ class _Gather:
         if layout.reach:  # The null block stands for what has left the window; nothing is ever kept in it.
             real = write_slots >= layout.block_tokens
             write_slots, write_tags = write_slots[real], write_tags[real]
-        self._take(write_slots, write_tags, slots[first:end], own, first)
+        read = layout.count(said, shard)
+        self._take(write_slots, write_tags, slots[first:read], own[: read - first], first)
 
     def _add_state(self, slots: np.ndarray, tags: np.ndarray, start: int, stop: int) -> None:
         place, before = (stop - 1) // self._layout.span, max(start - 1, 0)
@@ -258,10 +272,13 @@ class RunnerState:
     """The model runner's own view of the requests, kept from the scheduler's outputs alone.
 
     Source: vLLM 0.33.0, v1/worker/gpu_model_runner.py (_update_states) and v1/worker/gpu/model_runner.py
-    (update_requests).
+    (update_requests, postprocess_sampled).
     """
 
-    def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text]) -> None:
+    def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text], ahead: bool = False) -> None:
+        """``ahead``: the scheduler plans the next step before it knows which drafts were accepted, and takes all for
+        accepted; the runner, which knows, begins behind those."""
+        self._ahead = ahead
         self._layouts = layouts
         self._texts = texts
         self._offsets = [np.arange(layout.entries, dtype=np.int64) for layout in layouts]
@@ -273,6 +290,7 @@ class RunnerState:
         for request in output.finished_req_ids:
             rows.pop(request, None)
         computed: dict[str, int] = {}
+        begun = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
         for new in output.scheduled_new_reqs:
             known = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
             rows[new.req_id] = _Row(self._texts[new.req_id], list(map(list, new.block_ids)), known)
@@ -287,33 +305,43 @@ class RunnerState:
             elif blocks is not None:
                 row.append(blocks)
             computed[request] = cached.num_computed_tokens[i]
-        return self._forward(output, computed)
+        return self._forward(output, computed, begun)
 
-    def _forward(self, output: Any, computed: dict[str, int]) -> Batch:
+    def _forward(self, output: Any, computed: dict[str, int], begun: Set[str]) -> Batch:
+        """Return the forward. The drafts of a request that has just begun are padding, which is never accepted.
+
+        Source: vLLM 0.33.0, v1/core/sched/scheduler.py (schedule, pad_spec_decode).
+        """
         scheduled: list[Scheduled] = []
         state_copies: list[tuple[int, int]] = []
         gathers = [[_Gather(layout, shard) for shard in range(layout.shards)] for layout in self._layouts]
-        sampled: dict[str, int | None] = {}
+        sampled: dict[str, list[int]] = {}
+        rejected = 0
         for request, tokens in output.num_scheduled_tokens.items():
             row = self._rows[request]
-            start = computed[request]
+            start = min(computed[request], row.known - 1) if self._ahead else computed[request]
             stop = start + tokens
-            if stop > (known := len(row.text.tokens)):
-                raise DeviceFault(f"{request} is scheduled up to token {stop}, and knows only {known}")
-            tags = row.text.tags(0, stop)
+            drafts = len(output.scheduled_spec_decode_tokens.get(request, ()))
+            said = stop - drafts
+            if said > (known := len(row.text.tokens)):
+                raise DeviceFault(f"{request} is scheduled up to token {said}, and knows only {known}")
+            sampled[request] = []
+            if said == row.known:
+                accepted = 0 if request in begun else row.text.accepted(said, drafts)
+                sampled[request] = [row.text.sample(said + i) for i in range(accepted + 1)]
+                row.known += accepted + 1
+                said += accepted
+            rejected += stop - said
+            tags = row.text.tags_with_drafts(said, stop - said)
             for group, layout in enumerate(self._layouts):
                 slots = row.all_slots(group, layout.entries, self._offsets[group])
                 if stop > (room := len(row.tables[group]) * layout.span):
                     raise DeviceFault(f"{request} is scheduled up to token {stop} with a block table of {room} slots")
                 for gather in gathers[group]:
-                    gather.add(slots, tags, start, stop)
+                    gather.add(slots, tags, start, stop, said)
                 if layout.state and start:
                     state_copies += _state_copy(row.tables[group], layout.span, start, stop)
             scheduled.append(Scheduled(request, start, stop))
-            sampled[request] = None
-            if stop == row.known:
-                sampled[request] = row.text.sample(stop)
-                row.known += 1
         return Batch(
             rows=tuple(scheduled),
             accesses=tuple(tuple(gather.done() for gather in group) for group in gathers),
@@ -321,6 +349,7 @@ class RunnerState:
             zero_blocks=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
             block_copies=_block_copies(output),
             state_copies=tuple(state_copies),
+            rejected=rejected,
         )
 
 

@@ -16,6 +16,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 STOP_TOKEN = 2
+_AGREES, _REJECTED = 1001, 1002  # no tokens: they tell other hashes of a prefix from the tag of a longer one
 FIRST_WORD = 10
 VOCABULARY = 1000
 
@@ -34,10 +35,11 @@ def words(stem: int, start: int, stop: int) -> list[int]:
 
 
 class Origin(NamedTuple):
-    """Where a tag was first promised: token ``position`` of ``request``."""
+    """Where a tag was first promised: token ``position`` of ``request``, or a draft of it that the model rejects."""
 
     request: str
     position: int
+    rejected: bool = False
 
 
 class Origins:
@@ -46,16 +48,19 @@ class Origins:
     def __init__(self) -> None:
         self._by_tag: dict[int, Origin] = {}
 
-    def claim(self, tag: int, request: str, position: int) -> None:
+    def claim(self, tag: int, request: str, position: int, rejected: bool = False) -> None:
         if tag not in self._by_tag:
-            self._by_tag[tag] = Origin(request, position)
+            self._by_tag[tag] = Origin(request, position, rejected)
 
     def describe(self, tag: int) -> str:
         """Say in words what a tag read from memory is."""
         if tag == 0:
             return "bytes that nothing has written"
         origin = self._by_tag.get(tag)
-        return f"token {origin.position} of {origin.request}" if origin else f"unknown bytes {tag:#018x}"
+        if origin is None:
+            return f"unknown bytes {tag:#018x}"
+        what = "a rejected draft of token" if origin.rejected else "token"
+        return f"{what} {origin.position} of {origin.request}"
 
 
 @dataclass
@@ -103,3 +108,23 @@ class Text:
         self.stop_next = False
         self._append(token)
         return token
+
+    def accepted(self, position: int, drafts: int) -> int:
+        """Return how many of ``drafts`` drafts for ``position`` and what follows the model says too: 0 to all of them.
+
+        It depends on the prefix alone, as all that a text says, and any number is as frequent as another.
+        """
+        return mix(int(self._tags[position - 1]), _AGREES) % (drafts + 1)
+
+    def tags_with_drafts(self, stop: int, rejected: int) -> np.ndarray:
+        """Return the tags of positions 0 to ``stop``, and those that ``rejected`` wrong drafts behind it leave.
+
+        Shape (stop + rejected,), uint64. Nothing else has the tags of wrong drafts, which depend on the prefix.
+        """
+        if not rejected:
+            return self.tags(0, stop)
+        seed = mix(int(self._tags[stop - 1]), _REJECTED)
+        wrong = [mix(seed, position) for position in range(stop, stop + rejected)]
+        for position, tag in enumerate(wrong, stop):
+            self.origins.claim(tag, self.request, position, rejected=True)
+        return np.concatenate([self.tags(0, stop), np.array(wrong, dtype=np.uint64)])

@@ -250,7 +250,11 @@ def _hold_iterables(arguments: Arguments) -> None:
 
 def _model_of(manager: Any) -> CacheManager:
     """Return the model of a manager that has just been constructed."""
-    groups = [_group_of(group.kv_cache_spec) for group in manager.kv_cache_config.kv_cache_groups]
+    eagle = manager.coordinator.eagle_group_ids if manager.use_eagle else ()
+    groups = [
+        replace(_group_of(group.kv_cache_spec), eagle=index in eagle)
+        for index, group in enumerate(manager.kv_cache_config.kv_cache_groups)
+    ]
     pool, single = manager.block_pool, manager.coordinator.single_type_managers[0]
     return CacheManager(
         groups,

@@ -62,6 +62,7 @@ class Engine:
         mamba=False,
         priority=False,
         full_block_size=BLOCK_SIZE,
+        drafts=0,
     ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -96,6 +97,16 @@ class Engine:
                 kv_events_config=config.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
                 device_config=config.DeviceConfig(device="cpu"),
             )
+        if drafts:
+            self.config.speculative_config = config.SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                prompt_lookup_max=2,
+                prompt_lookup_min=1,
+                target_model_config=self.config.model_config,
+                target_parallel_config=self.config.parallel_config,
+            )
+            self.config.speculative_config.method = "eagle"  # without a draft model: the scheduler needs none
         self.config.cache_config.num_gpu_blocks = gpu_blocks
         common = {"head_size": 2, "dtype": torch.float16}
         smaller = full_block_size // BLOCK_SIZE  # all pages are equal, so smaller blocks have more heads

@@ -115,6 +115,7 @@ class Lab:
             SimpleNamespace(apply=lambda output: f"batch {output.step}"),
             lambda rank, result: self.observed.append((rank, result)),
             self.aggregator,
+            lambda batch: f"drafts after {batch}",
         )
 
     def _worker(self, rank: int) -> Rank:
@@ -421,10 +422,13 @@ class Recorder:
         return lambda *_: self.calls.append(name)
 
     @contextmanager
-    def maybe_get_kv_connector_output(self, output: Any) -> Iterator[str]:
+    def maybe_get_kv_connector_output(self, output: Any, defer_finalize: bool) -> Iterator[str]:
         self.calls.append("begin")
         yield "said"
-        self.calls.append("end")
+        self.calls.append("end, not yet of saves" if defer_finalize else "end")
+
+    def finalize_kv_connector(self) -> None:
+        self.calls.append("finalize_kv_connector")
 
     def kv_connector_no_forward(self, output: Any, config: Any) -> str:
         self.calls.append("no_forward")
@@ -434,8 +438,8 @@ class Recorder:
         self.calls.append("no_forward")
         return "empty"
 
-    def post_forward(self, what: Any) -> str:
-        self.calls.append("post_forward")
+    def post_forward(self, what: Any, defer_finalize: bool = False) -> str:
+        self.calls.append("post_forward, not yet of saves" if defer_finalize else "post_forward")
         self.post_forward_got = what
         return "said"
 
@@ -489,3 +493,39 @@ def test_runner_v2_ends_the_step_with_what_the_release_takes(takes_output: bool)
     run_runner(RunnerV2({0: recorder}, lambda *_: "result", takes_output), recorder, tokens=1)
     got = recorder.post_forward_got
     assert (got.finished_req_ids if takes_output else got) == {"a"}
+
+
+def test_runner_v1_ends_saves_when_the_drafter_has_run() -> None:
+    recorder = Recorder()
+    run_runner(RunnerV1(recorder, None, lambda *_: "result", drafts=True), recorder, tokens=1)
+    assert recorder.calls[-4:] == ["launch_forward", "end, not yet of saves", "—", "finalize_kv_connector"]
+
+
+class OldRecorder(Recorder):
+    """The wrapper of runner V2 in releases that end saves before the drafter runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "finalize_step":
+            raise AttributeError
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize(
+    ("recorder", "calls"),
+    [
+        (Recorder(), ["post_forward, not yet of saves", "finalize_step"]),
+        (OldRecorder(), ["post_forward"]),
+    ],
+)
+def test_runner_v2_ends_saves_when_the_drafter_has_run_if_the_release_does(
+    recorder: Recorder, calls: list[str]
+) -> None:
+    run_runner(RunnerV2({0: recorder}, lambda *_: "result", False, drafts=True), recorder, tokens=1)
+    assert recorder.calls[recorder.calls.index("—") + 1 :] == calls
+
+
+def test_drafts_are_those_after_the_latest_step() -> None:
+    lab = Lab(1, FairAdversary())
+    for step in (1, 2):
+        lab.dispatch(step)
+    assert lab.executor.take_draft_token_ids() == "drafts after batch 2"

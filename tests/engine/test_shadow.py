@@ -64,6 +64,7 @@ def output(
     new: Iterable[Any] = (),
     cached: Sequence[Cached] = (),
     finished: Iterable[str] = (),
+    drafts: Mapping[str, list[int]] | None = None,
     **more: Any,
 ) -> Any:
     """``SchedulerOutput``."""
@@ -79,6 +80,7 @@ def output(
             num_output_tokens=[row.outputs for row in cached],
         ),
         finished_req_ids=set(finished),
+        scheduled_spec_decode_tokens=dict(drafts or {}),
         **more,
     )
 
@@ -669,10 +671,10 @@ def test_a_resumed_request_has_a_table_of_its_own_and_goes_on_where_it_was(resum
 
     first = lab.run(output({"a": 5}, **resumed("a", said, [2, 3], 0)))
     assert only(first).write_slots.tolist() == slots_of([2, 3], 5)
-    assert first.sampled == {"a": None}
+    assert first.sampled == {"a": []}
     second = lab.run(output({"a": 3}, cached=[Cached("a", 5, outputs=2)]))
     assert only(second).read_slots.tolist() == slots_of([2, 3], 8)
-    assert second.sampled == {"a": said.tokens[8]}
+    assert second.sampled == {"a": [said.tokens[8]]}
     third = lab.run(output({"a": 1}, cached=[Cached("a", 8, [6], outputs=3)]))
     assert only(third).write_slots.tolist() == slots_of([2, 3, 6], 9)[-1:]
     assert said.tokens[:8] == before
@@ -699,7 +701,7 @@ def test_a_resumed_request_that_finds_its_prefix_computes_only_the_rest(resumed:
     lab.run(output({"a": 6}, new=[new("a", range(6), [4, 8])]))
     batch = lab.run(output({"a": 3}, **resumed("a", said, [4, 3], 4)))
     assert only(batch).write_slots.tolist() == slots_of([4, 3], 7)[4:]
-    assert batch.sampled == {"a": said.tokens[7]}
+    assert batch.sampled == {"a": [said.tokens[7]]}
     assert lab.reports == []
 
 
@@ -759,7 +761,7 @@ def test_a_token_is_sampled_exactly_when_all_that_is_known_has_been_computed(len
         rows = {"cached": [Cached("a", computed)]} if computed else {"new": [new("a", range(length), [1, 2, 3, 4, 5])]}
         batch = lab.run(output({"a": chunk}, **rows))
         computed += chunk
-        assert batch.sampled == {"a": said.tokens[length] if computed == length else None}
+        assert batch.sampled == {"a": [said.tokens[length]] if computed == length else []}
     assert len(said.tokens) == length + 1
 
 
@@ -768,12 +770,70 @@ def test_requests_with_equal_prompts_sample_equal_tokens() -> None:
     lab.say("a", words(1, 0, 4))
     lab.say("b", words(1, 0, 4))
     batch = lab.run(output({"a": 4, "b": 4}, new=[new("a", range(4), [4]), new("b", range(4), [5])]))
-    assert batch.sampled["a"] == batch.sampled["b"] is not None
+    assert batch.sampled["a"] == batch.sampled["b"] != []
 
 
 def test_a_request_that_is_to_stop_samples_the_stop_token() -> None:
     lab = two_requests()
     lab.texts["a"].stop_next = True
     batch = lab.run(output({"a": 1, "b": 1}, cached=[Cached("a", PROMPT_TOKENS), Cached("b", PROMPT_TOKENS)]))
-    assert batch.sampled["a"] == STOP_TOKEN
-    assert batch.sampled["b"] != STOP_TOKEN
+    assert batch.sampled["a"] == [STOP_TOKEN]
+    assert batch.sampled["b"] != [STOP_TOKEN]
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def with_drafts(count: int, begun: bool = False, ahead: int = 0) -> tuple[Lab, Batch]:
+    """Run a request whose first step is done, or isn't, with drafts; ``ahead``: drafts of the step before that the
+    scheduler takes for accepted, and which weren't."""
+    lab = Lab()
+    lab.state = RunnerState([Layout(lab.block_size)], lab.texts, ahead=bool(ahead))
+    lab.say("a", words(1, 0, PROMPT_TOKENS))
+    rows = [new("a", range(PROMPT_TOKENS), [5, 2, 9, 1])]
+    drafts = {"a": [-1] * count}
+    if begun:
+        return lab, lab.run(output({"a": PROMPT_TOKENS + count}, new=rows, drafts=drafts))
+    lab.run(output({"a": PROMPT_TOKENS}, new=rows))
+    cached = [Cached("a", PROMPT_TOKENS + ahead)]
+    return lab, lab.run(output({"a": 1 + count}, cached=cached, drafts=drafts))
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_accepted_drafts_are_said_and_rejected_ones_are_written_and_not_compared(count: int) -> None:
+    lab, batch = with_drafts(count)
+    said = lab.texts["a"]
+    accepted = said.accepted(PROMPT_TOKENS + 1, count)
+    assert batch.sampled == {"a": said.tokens[PROMPT_TOKENS + 1 :]}
+    assert (batch.accepted, batch.rejected) == (accepted, count - accepted)
+    assert len(only(batch).write_slots) == 1 + count
+    assert len(only(batch).read_slots) == PROMPT_TOKENS + 1 + accepted
+    assert lab.reports == []
+
+
+def test_the_next_step_reads_what_was_accepted_and_overwrites_the_rest() -> None:
+    lab, batch = with_drafts(3)
+    known = len(lab.texts["a"].tokens)
+    lab.run(output({"a": 1}, cached=[Cached("a", known - 1)]))
+    assert batch.rejected > 0
+    assert lab.reports == []
+
+
+def test_who_reads_a_rejected_draft_is_told_so() -> None:
+    lab, batch = with_drafts(3)
+    said = lab.texts["a"]
+    assert batch.rejected > 0
+    said.sample(len(said.tokens))
+    lab.state._rows["a"].known += 1
+    lab.run(output({"a": 1}, cached=[Cached("a", len(said.tokens) - 1)]))  # one token is skipped
+    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {len(said.tokens) - 1} of a"}
+
+
+def test_drafts_of_a_request_that_begins_are_padding_and_never_accepted() -> None:
+    _, batch = with_drafts(3, begun=True)
+    assert (batch.accepted, batch.rejected) == (0, 3)
+
+
+def test_a_step_that_was_planned_ahead_begins_behind_what_was_accepted() -> None:
+    (_, behind), (_, told) = with_drafts(2, ahead=2), with_drafts(2)
+    assert behind.rows == told.rows

@@ -209,3 +209,26 @@ def test_texts_that_a_history_can_name_side_by_side_never_share_a_word() -> None
     for position in range(64):
         said = [words(stem, position, position + 1)[0] for stem in stems]
         assert len(set(said)) == len(said)
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_any_number_of_drafts_is_accepted_and_equal_prefixes_accept_equal_numbers(drafts: int) -> None:
+    said, again = text(*words(1, 0, 90)), text(*words(1, 0, 60), name="b")
+    accepted = [said.accepted(position, drafts) for position in range(1, 90)]
+    assert set(accepted) == set(range(drafts + 1))
+    assert [again.accepted(position, drafts) for position in range(1, 60)] == accepted[:59]
+
+
+def test_what_rejected_drafts_leave_is_like_nothing_else_and_says_what_it_is() -> None:
+    origins = Origins()
+    said = text(*words(1, 0, 9), origins=origins)
+    left = {stop: said.tags_with_drafts(stop, 9 - stop).tolist() for stop in range(1, 10)}
+    assert all(tags[:stop] == tags_of(said)[:stop] for stop, tags in left.items())
+    wrong = [tag for stop, tags in left.items() for tag in tags[stop:]]
+    assert len(set(wrong)) == len(wrong) == 36
+    assert not set(wrong) & set(tags_of(said))
+    assert origins.describe(left[4][6]) == "a rejected draft of token 6 of a"
+    assert origins.describe(left[7][6]) == "token 6 of a"

@@ -107,11 +107,15 @@ def layouts(setup: EngineSetup) -> tuple[Layout, ...]:
 def longest_request(setup: EngineSetup) -> int:
     """Return the most tokens, prompt and output, that a request may have: vLLM refuses to start with a longer model.
 
-    A block of every group for each of its spans: more than a window takes, so that a request always fits.
+    A block of every group for each of its spans: more than a window takes, so that a request always fits. With drafts a
+    step needs slots for a token, its drafts, and the drafts behind those, which releases from 0.32 on keep free apart.
+
+    Source: vLLM 0.33.0, v1/core/sched/scheduler.py (_spec_decode_step_blocks).
     """
     spans = [layout.span for layout in layouts(setup)]
+    step = 1 + 2 * setup.drafts if setup.drafts else 0
     tokens = MAX_MODEL_LEN
-    while sum(-(-tokens // span) for span in spans) > setup.gpu_blocks - 1:
+    while sum(-(-tokens // span) - (-step // span) for span in spans) > setup.gpu_blocks - 1:
         tokens -= 1
     return tokens
 
@@ -136,7 +140,26 @@ def refusal(setup: EngineSetup) -> str | None:
     kinds = [group.kind for group in setup.groups]
     if setup.context_ranks > 1 and kinds != ["full"]:
         return "context parallelism runs with one full-attention group only"
+    if setup.drafts and (reason := _drafts_refusal(setup)):
+        return reason
     return _mamba_refusal(setup) if "mamba" in kinds else None
+
+
+def _drafts_refusal(setup: EngineSetup) -> str | None:
+    """Say why a setup with drafts isn't run; None if it is.
+
+    Source: vLLM 0.30.0, config/vllm.py (_get_v2_model_runner_unsupported_features, and async_scheduling); vLLM 0.33.0,
+    v1/core/sched/scheduler.py (schedule, pad_spec_decode).
+    """
+    if any(group.kind == "mamba" for group in setup.groups):
+        return "drafts write several states of Mamba, which isn't simulated"
+    if setup.context_ranks > 1:
+        return "drafts beside context parallelism aren't simulated"
+    if setup.runner_v2 and not setup.eagle:
+        return "up to 0.32 runner V2 has no drafts of n-grams"
+    if setup.step_tokens <= setup.drafts:
+        return "a step must have room for a token and its drafts"
+    return None
 
 
 def _mamba_refusal(setup: EngineSetup) -> str | None:
@@ -254,13 +277,17 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
         config.KVEventsConfig(enable_kv_cache_events=True, publisher="null") if setup.events else None
     )
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setup.runner_v2 else "0"
+    if setup.drafts:
+        ngram = "ngram_gpu" if setup.async_scheduling else "ngram"
+        result.speculative_config = speculative_config(result, setup.drafts, "eagle" if setup.eagle else ngram)
     return result
 
 
-def speculative(vllm_config: Any, method: str, drafts: int) -> Any:
-    """Return the target's ``SpeculativeConfig`` of a drafter that proposes ``drafts`` tokens for each step.
+def speculative_config(whole: Any, drafts: int, method: str) -> Any:
+    """Return a ``SpeculativeConfig`` for ``drafts`` draft tokens in each step.
 
-    It is made as one that drafts from the text, which needs no model, and named another method then.
+    It is made as for n-grams, which need no model of their own; then it gets its method, by which the scheduler and
+    connectors tell what a drafter needs.
     """
     import vllm.config
 
@@ -269,8 +296,8 @@ def speculative(vllm_config: Any, method: str, drafts: int) -> Any:
         num_speculative_tokens=drafts,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
-        target_model_config=vllm_config.model_config,
-        target_parallel_config=vllm_config.parallel_config,
+        target_model_config=whole.model_config,
+        target_parallel_config=whole.parallel_config,  # of one stage: it asks the model whether it has several
     )
     result.method = method
     return result

@@ -22,7 +22,7 @@ from kvspec.device.simulated import SimulatedDevice
 from kvspec.engine.executor import Executor
 from kvspec.engine.rank import Rank, Runner, RunnerV1, RunnerV2
 from kvspec.engine.shadow import Batch, RunnerState, ShadowMemory, ShadowMismatch
-from kvspec.engine.text import STOP_TOKEN, Origins, Text
+from kvspec.engine.text import FIRST_WORD, STOP_TOKEN, Origins, Text
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config
 
@@ -66,8 +66,9 @@ class VllmEngine:
         self.scheduler, self.hash_block_size = make_scheduler(self.vllm_config, self.kv_cache_config)
         self.connector = self.scheduler.connector
         aggregator = KVOutputAggregator.from_connector(self.connector, world_size) if world_size > 1 else None
-        state = RunnerState(self.layouts, self.texts)
-        self.executor = Executor(self.ranks, runner, state, observe_output, aggregator)
+        state = RunnerState(self.layouts, self.texts, ahead=setup.async_scheduling and setup.drafts > 0)
+        propose = _draft_maker(setup.drafts)
+        self.executor = Executor(self.ranks, runner, state, observe_output, aggregator, propose)
         self.core = make_core(self.scheduler, self.executor, depth=2 if setup.async_scheduling else 1)
 
     def _make_rank(self, index: int, report: Callable[[ShadowMismatch], None]) -> Rank:
@@ -96,7 +97,7 @@ class VllmEngine:
         if not self.setup.runner_v2:
             from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-            return RunnerV1(KVConnectorModelRunnerMixin, self.vllm_config, _output_maker())
+            return RunnerV1(KVConnectorModelRunnerMixin, self.vllm_config, _output_maker(), bool(self.setup.drafts))
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
         takes_output = "scheduler_output" in inspect.signature(ActiveKVConnector.post_forward).parameters  # 0.20
@@ -109,7 +110,7 @@ class VllmEngine:
                 wrapped[rank.index] = ActiveKVConnector(self.vllm_config, rank.kv_caches)
             finally:
                 use(before)
-        return RunnerV2(wrapped, _output_maker(), takes_output)
+        return RunnerV2(wrapped, _output_maker(), takes_output, bool(self.setup.drafts))
 
     def _size_cpu_tiers(self) -> None:
         """Tell the scheduler's side how many CPU blocks the workers have."""
@@ -217,7 +218,9 @@ class VllmEngine:
 
     def step(self) -> Any:
         """Make one step of the engine's own step function; return (outputs by client, whether a model ran)."""
-        return self.core.step_fn()
+        outputs, ran = self.core.step_fn()
+        self.core.post_step(ran)
+        return outputs, ran
 
 
 def children(connector: Any) -> list[Any]:
@@ -291,11 +294,25 @@ def _output_maker() -> Callable[[Batch, Any], Any]:
         return ModelRunnerOutput(
             req_ids=requests,
             req_id_to_index={request: i for i, request in enumerate(requests)},
-            sampled_token_ids=[[] if token is None else [token] for token in batch.sampled.values()],
+            sampled_token_ids=list(batch.sampled.values()),
             kv_connector_output=connector_output,
         )
 
     return make
+
+
+def _draft_maker(drafts: int) -> Callable[[Batch], Any]:
+    """Return what proposes ``drafts`` tokens behind each text that a step has gone on with.
+
+    Which tokens is nothing to the scheduler, nor to the connector; how many are accepted the text says.
+    """
+    from vllm.v1.outputs import DraftTokenIds
+
+    def propose(batch: Batch) -> Any:
+        requests = [request for request, tokens in batch.sampled.items() if tokens]
+        return DraftTokenIds(requests, [[FIRST_WORD] * drafts for _ in requests])
+
+    return propose
 
 
 def _process_enterer() -> Callable[[Any], None]:

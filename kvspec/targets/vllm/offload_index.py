@@ -617,7 +617,7 @@ def _scheduler(
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
     if drafts:
-        vllm_config.speculative_config = config.speculative(vllm_config, "eagle", drafts)
+        vllm_config.speculative_config = config.speculative_config(vllm_config, drafts, "eagle")
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
     if "shared_by" in _parameters(KVCacheTensor):  # up to 0.29; 0.23 and 0.24 divide by what a block takes
         kv_cache_config.kv_cache_tensors = [

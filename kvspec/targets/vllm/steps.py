@@ -152,13 +152,12 @@ class StepEngine:
 
 
 def _configuration(setup: EngineSetup, stages: int, drafts: int, draft_model: bool) -> Any:
-
     result = config.vllm_config(setup, "", {})
     result.kv_transfer_config = None
     if drafts:
         # Drafts from the text run ahead only if the GPU makes them; what else they need is nothing to the scheduler.
         ahead = "ngram_gpu" if setup.async_scheduling else "ngram"
-        result.speculative_config = config.speculative(result, "draft_model" if draft_model else ahead, drafts)
+        result.speculative_config = config.speculative_config(result, drafts, "draft_model" if draft_model else ahead)
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.pipeline_parallel_size = stages
     return result
