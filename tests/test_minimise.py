@@ -85,6 +85,7 @@ def test_a_setup_is_told_with_its_ranks_and_groups() -> None:
     told = story(history(Step(), setup=EngineSetup(decode_ranks=2, interleave=4, groups=groups)))[0]
     assert told.endswith(
         "decode ranks 2, prefill ranks 1, interleave 4, groups full in blocks of 8 tokens + sliding-window of 6 tokens"
+        ", drafts 0"
     )
 
 

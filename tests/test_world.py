@@ -511,6 +511,11 @@ SCENARIOS = {
         EngineSetup(gpu_blocks=30, cpu_blocks=30, groups=(AttentionGroup(), AttentionGroup("mamba")), runner_v2=False),
         never=frozenset({"context parallelism", "unequal groups"}),
     ),
+    "some of what a drafter proposes is said, and some is not": Scenario(
+        (Add("A", max_tokens=9), Settle()),
+        {"draft accepted": 3, "draft rejected": 1},
+        EngineSetup(drafts=3, eagle=True),
+    ),
     "groups can have blocks of unequal sizes": Scenario(
         (*STORED, AGAIN, Settle()),
         {"several groups": 1, "unequal groups": 1, "store": 1, "load": 1, "load finished": 1},
