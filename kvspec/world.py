@@ -553,16 +553,21 @@ class World:
     def _stuck(self, how: str, kept: Iterable[str]) -> None:
         requests = self._engine.waiting_requests()
         if requests:
-            kinds = {group.kind for group in self._setup.groups}
-            places = [f"groups: {', '.join(sorted(kinds))}"] if len(self._setup.groups) > 1 else []
-            place = ", ".join([*places, "with drafts"] if self._setup.drafts else places)
-            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", place)
+            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", self._stall_place())
         else:
             self._die(
                 laws.PROGRESS,
                 f"{how}; no request is left, and the engine goes on stepping",
                 f"awake: {', '.join(sorted(kept))}",
             )
+
+    def _stall_place(self) -> str:
+        """Return what known issues tell a stall from others by."""
+        setup = self._setup
+        kinds = sorted({group.kind for group in setup.groups})
+        groups = f"groups: {', '.join(kinds)}" if len(setup.groups) > 1 else ""
+        drafts = "with drafts" + " and priorities" * setup.priority if setup.drafts else ""
+        return ", ".join(part for part in (groups, drafts) if part)
 
     def live(self) -> list[str]:
         """Return the requests that the engine still has, in the order of their arrival."""

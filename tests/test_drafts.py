@@ -22,7 +22,7 @@ from strategies.traffic import Mix, Traffic, chosen
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
 
-FULL, MAMBA = AttentionGroup(), AttentionGroup("mamba")
+FULL, MAMBA, WINDOW = AttentionGroup(), AttentionGroup("mamba"), AttentionGroup("sliding-window", reach=6)
 NGRAM = EngineSetup(gpu_blocks=14, cpu_blocks=20, drafts=3, runner_v2=False, prompt_only=False)
 EAGLE = replace(NGRAM, eagle=True, runner_v2=True)
 DRAFTERS_BY_NAME = {"n-grams": NGRAM, "EAGLE": EAGLE}
@@ -171,9 +171,20 @@ def test_drafts_beside_asynchronous_scheduling_are_drawn_from_the_first_release_
     assert supported(EAGLE, target, release) == EAGLE
 
 
-def test_a_stall_with_drafts_is_told_from_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("setup", "place"),
+    [
+        (NGRAM, "with drafts"),
+        (replace(NGRAM, priority=True), "with drafts and priorities"),
+        (replace(NGRAM, gpu_blocks=40, groups=(FULL, WINDOW)), "groups: full, sliding-window, with drafts"),
+        (replace(NGRAM, drafts=0), ""),
+    ],
+)
+def test_a_stall_with_drafts_is_told_from_others(
+    setup: EngineSetup, place: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda *_, **__: None)
-    (violation,) = run(target, NGRAM, ANSWER).outcome.violations
-    assert (violation.law, violation.frame) == ("PROGRESS-1", "with drafts")
+    (violation,) = run(target, setup, ANSWER).outcome.violations
+    assert (violation.law, violation.frame) == ("PROGRESS-1", place)
