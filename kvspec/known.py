@@ -44,9 +44,9 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("field 'target' is empty")
         if "://" in self.reference:
             raise ValueError("field 'reference' is a URL; write it as vllm#12345, or as the path of a script")
-        if any("@" in target for target in self.targets):
-            raise ValueError("field 'target' has a release; put that into 'releases'")
         for target in self.targets:
+            if "@" in target:
+                raise ValueError("field 'target' has a release; put that into 'releases'")
             if target not in TARGETS and ":" not in target:
                 raise ValueError(f"field 'target' has {target!r}; it may be {', '.join(sorted(TARGETS))}, or your own")
         try:

@@ -566,8 +566,8 @@ class World:
         setup = self._setup
         kinds = sorted({group.kind for group in setup.groups})
         groups = f"groups: {', '.join(kinds)}" if len(setup.groups) > 1 else ""
-        drafts = "with drafts" + " and priorities" * setup.priority if setup.drafts else ""
-        return ", ".join(part for part in (groups, drafts) if part)
+        drafter = f"with {'EAGLE' if setup.eagle else 'n-grams'}" + " and priorities" * setup.priority
+        return ", ".join(part for part in (groups, drafter * bool(setup.drafts)) if part)
 
     def live(self) -> list[str]:
         """Return the requests that the engine still has, in the order of their arrival."""

@@ -63,7 +63,7 @@ DRAFTERS: tuple[dict[str, Any], ...] = (
     {"drafts": 1, "eagle": True},
     {"drafts": 3, "eagle": True},
 )
-"""No drafter, one of n-grams, EAGLE. A third has one; what isn't run with drafts is run without them."""
+"""No drafter, one of n-grams, EAGLE. Three of eight have one; what isn't run with drafts is run without them."""
 DRAFT_BLOCKS = 2
 """Blocks of each group that a step's drafts may need, so that engines with them have requests as long as others."""
 

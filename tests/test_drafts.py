@@ -145,7 +145,7 @@ def test_a_prefix_cache_that_has_a_token_before_it_is_computed_has_a_rejected_dr
         (NGRAM, {"step_tokens": 3}, "room for a token and its drafts"),
     ],
 )
-def test_an_engine_that_is_not_run_with_drafts_is_refused_and_drawn_without(
+def test_an_engine_that_is_not_run_with_drafts_is_refused_and_drawn_otherwise(
     setup: EngineSetup, fields: dict[str, Any], reason: str, target: Target
 ) -> None:
     engine = engine_of("vllm-offloading", target)
@@ -174,10 +174,10 @@ def test_drafts_beside_asynchronous_scheduling_are_drawn_from_the_first_release_
 @pytest.mark.parametrize(
     ("setup", "place"),
     [
-        (NGRAM, "with drafts"),
-        (replace(NGRAM, priority=True), "with drafts and priorities"),
-        (replace(NGRAM, gpu_blocks=40, groups=(FULL, WINDOW)), "groups: full, sliding-window, with drafts"),
-        (replace(NGRAM, drafts=0), ""),
+        (NGRAM, "with n-grams"),
+        (replace(EAGLE, priority=True), "with EAGLE and priorities"),
+        (replace(NGRAM, gpu_blocks=40, groups=(FULL, WINDOW)), "groups: full, sliding-window, with n-grams"),
+        (replace(NGRAM, drafts=0, priority=True), ""),
     ],
 )
 def test_a_stall_with_drafts_is_told_from_others(

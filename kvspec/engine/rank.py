@@ -92,9 +92,8 @@ class Rank:
 
 
 class RunnerV1:
-    """Everything inside ``execute_model``; preemptions are handled before zeroing and copy-on-write.
-
-    With a drafter the saves of a step are ended after it has run, in ``sample_tokens``.
+    """Everything inside ``execute_model``, but with a drafter: then the saves of a step are ended after it has run, in
+    ``sample_tokens``. Preemptions are handled before zeroing and copy-on-write.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ For every scheduled token it writes the tag of its position to the slot that the
 so requests of one step may read each other's blocks. Bytes differ per layer and rank: the tag, XORed with a
 constant of both.
 
-Drafts are computed like tokens that are known. Those that the model rejects leave bytes that nobody may ever read: the
-next step overwrites them. What such a draft reads itself means nothing, and isn't compared.
+Drafts are computed like tokens that are known. Those that the model rejects leave bytes that nobody may ever read:
+steps that go on overwrite them. What such a draft reads itself means nothing, and isn't compared.
 
 Layers come in groups with a block table each; blocks of all groups live in the same memory. With context parallelism
 a rank has a *shard* of each block's tokens: it writes those, and checks those.
@@ -186,7 +186,7 @@ class Batch:
     rows: tuple[Scheduled, ...]
     accesses: tuple[tuple[Accesses, ...], ...]
     sampled: dict[str, list[int]]
-    """What each request says: nothing before its text is computed to its end, then a token, and one for each draft that
+    """What each request says: nothing if its text isn't computed to its end, else a token, and one for each draft that
     was accepted."""
     zero_blocks: tuple[int, ...]
     block_copies: tuple[tuple[int, int], ...]
@@ -194,7 +194,7 @@ class Batch:
     state_copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) of the states that requests take along into another block."""
     rejected: int = 0
-    """Drafts that the model doesn't say."""
+    """Drafts that the model doesn't say; padding isn't one."""
 
     @property
     def accepted(self) -> int:
@@ -277,7 +277,7 @@ class RunnerState:
 
     def __init__(self, layouts: Sequence[Layout], texts: dict[str, Text], ahead: bool = False) -> None:
         """``ahead``: the scheduler plans the next step before it knows which drafts were accepted, and takes all for
-        accepted; the runner, which knows, begins behind those."""
+        accepted; the runner, which knows, begins behind those that were."""
         self._ahead = ahead
         self._layouts = layouts
         self._texts = texts
@@ -331,7 +331,7 @@ class RunnerState:
                 sampled[request] = [row.text.sample(said + i) for i in range(accepted + 1)]
                 row.known += accepted + 1
                 said += accepted
-            rejected += stop - said
+            rejected += 0 if request in begun else stop - said
             tags = row.text.tags_with_drafts(said, stop - said)
             for group, layout in enumerate(self._layouts):
                 slots = row.all_slots(group, layout.entries, self._offsets[group])

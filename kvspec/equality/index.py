@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvspec.equality.compare import EndsAtKnown, Known, Names, Refused, avoided, described
@@ -16,7 +17,7 @@ from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
 from kvspec.model.pool import NULL
-from kvspec.model.profile import DraftTail, Profile, StoreMask
+from kvspec.model.profile import Profile, StoreMask
 from kvspec.model.tiers import Access, Answer, Placed, Tier
 from kvspec.targets.vllm import offload_index as target
 
@@ -183,8 +184,10 @@ class IndexPair(EndsAtKnown):
             if request is not None:
                 self.offers.append(Offer(request, list(request.next_stored), scheduled))
                 tokens = self.model.offloadable(request, scheduled)
-                groups = range(len(self.setup.groups))
-                self.reached["held-back"] += any(self.model._is_held_back(request, group, tokens) for group in groups)
+                self.reached["held-back"] += any(
+                    request.next_stored[group] < tokens // size and self.model.is_held_back(request, group, tokens)
+                    for group, size in enumerate(self.model.chunk_tokens)
+                )
             return offer(request, scheduled)
 
         def prepare_store(keys: Sequence[Key], access: Access[Key]) -> Placed[Key] | None:
@@ -460,8 +463,8 @@ class IndexPair(EndsAtKnown):
             raise Known("offload-second-reset")
 
     def _follow_passed(self, state: target.ConnectorState) -> None:
-        """Let the model pass the chunks that are held back, where offload-draft-chunk-passed is why that is done."""
-        if self.profile.draft_tail is not DraftTail.ALWAYS or "offload-draft-chunk-passed" not in self.avoid:
+        """Let the model pass what the release passes though it is held back: offload-draft-chunk-passed."""
+        if "offload-draft-chunk-passed" not in self.avoid:
             return
         eagle = [group for group, some in enumerate(self.setup.groups) if some.eagle]
         for name, request in self._comparable().items():
@@ -477,9 +480,9 @@ class IndexPair(EndsAtKnown):
             request.computed = self.real.seen(name).computed
             tokens, known = self.model.offloadable(request, 0), len(request.text.tokens)
             limit = min(known, self.model.limit(request))
+            held = partial(self.model.is_held_back, request)
             differs = any(
-                tokens // size != limit // size
-                or self.model._is_held_back(request, group, tokens) != self.model._is_held_back(request, group, limit)
+                tokens // size - held(group, tokens) != limit // size - held(group, limit)
                 for group, size in enumerate(self.model.chunk_tokens)
             )
             issue = "offload-abort-never-scheduled" if request.aborted else "offload-last-slot-stored"

@@ -129,7 +129,10 @@ class EqualityWorld:
             self._end(laws.CRASH, f"{type(error).__name__}: {error}", kind, self._cause(type(error).__name__) or frame)
 
     def _cause(self, seen: str) -> str:
-        """Return the known issue without which there is no difference, or nothing if there is one anyway."""
+        """Return the known issue that causes a difference, or nothing if there is one without any.
+
+        Of several, one that causes it alone; else the first. ``seen``: the clause, or the name of the exception.
+        """
         known = known_issues(profile_for(target.release()).release)
         suspects = [issue for issue in self._setup.shows if issue in known]
         if not suspects or difference(self.history(), known) is not None:

@@ -6,8 +6,8 @@ CPU tier (``tiers``). Each request has a *store index* for each group: the next 
 and admitted by the engine; then, in each step that schedules it, its chunks that have become full are offered to the
 tier. Transfers are *jobs*: planned in one step, reported by the workers in a later one.
 
-Not modelled: Mamba and chunked-local groups, partial tails (0.28.0 and later), sparse retention,
-loads within a step (0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
+Not modelled: Mamba and chunked-local groups, EAGLE without a group that is marked, partial tails (0.28.0 and later),
+sparse retention, loads within a step (0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ class Offloader:
         """LOOKUP-6. A hit of a group with draft layers needs one chunk more than it is long: what these keep of a
         token depends on the next one.
 
-        The chunk may lie one behind what other groups have found. A group has shown it until one without draft layers
-        shortens the hit.
+        The chunk may lie one behind what other groups have found; full attention's too, with
+        ``Profile.full_groups_look_further``. A group has shown it until one without draft layers shortens the hit.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler._lookup_complete_chunks.
@@ -604,13 +604,13 @@ class Offloader:
         Releases: all.
         """
         blocks = len(request.table[group]) // self.chunk_blocks
-        chunks = tokens // self.chunk_tokens[group] - self._is_held_back(request, group, tokens)
+        chunks = tokens // self.chunk_tokens[group] - self.is_held_back(request, group, tokens)
         return max(0, min(chunks, blocks, len(request.keys[group])))
 
     @clause
-    def _is_held_back(self, request: OffloadRequest, group: int, tokens: int) -> bool:
+    def is_held_back(self, request: OffloadRequest, group: int, tokens: int) -> bool:
         """STORE-16. The last chunk of a group with draft layers isn't stored yet, as a draft that is rejected could
-        change it; when it can is ``Profile.draft_tail``.
+        change it; how long that is so is ``Profile.draft_tail``.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         RequestOffloadState.storable_chunks.
@@ -675,7 +675,7 @@ class Offloader:
         """STORE-10. Chunks are offered from the store index on.
 
         At the end of a request the last segment of a window is looked at again, where the end of the text wasn't yet
-        known (``Profile.store_mask``).
+        known (``Profile.store_mask``), but for groups with draft layers.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         OffloadingConnectorScheduler._build_store_jobs.
@@ -740,8 +740,8 @@ class Offloader:
         """STORE-12. Of a window whose chunks are shorter than full attention's, only those are stored that lie within
         a window before the end of one of these.
 
-        The end of what has been computed counts too from 0.27.1 on. Where several groups of full attention differ in
-        size, all are stored.
+        The end of what has been computed counts too from 0.27.1 on, and draft layers need one chunk more. Where several
+        groups of full attention differ in size, all are stored.
 
         Source: vLLM 0.29.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         is_store_reachable_swa_chunk.
@@ -751,7 +751,7 @@ class Offloader:
         if self.groups[group].kind is Kind.FULL or self.profile.store_mask is StoreMask.ALL or alignment <= size:
             return True
         tail, length = blocks_for(self.groups[group].reach, size), alignment // size
-        tail += self._needs_proof(group) and self.profile.store_mask is StoreMask.PARTIAL_SEGMENT
+        tail += self.groups[group].eagle and self.profile.store_mask is StoreMask.PARTIAL_SEGMENT
         if tail >= length:
             return True
         place = chunk % length
@@ -771,7 +771,8 @@ class Offloader:
     @clause
     def _wanted(self, group: int, blocks: range, horizon: int | None) -> list[bool]:
         """STORE-13. Of a window the blocks are worth storing that the GPU's prefix cache would register (REG-2), and
-        those that a hit needs which ends at the end of the prompt, or of the text once that is known.
+        those that a hit needs which ends at the end of the prompt, or of the text once that is known; of draft layers
+        only the former.
 
         Source: vLLM 0.33.0, v1/core/single_type_kv_cache_manager.py, SlidingWindowManager.reachable_block_mask.
         Releases: 0.30.0 and later.

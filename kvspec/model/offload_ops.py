@@ -22,7 +22,7 @@ _LIMITS = {
     "gpu_blocks": (2, 4096),
     "step_tokens": (1, 65536),
     "running_max": (1, 256),
-    "drafts": (0, 16),
+    "drafts": (0, 8),
 }
 """Least and most of each number of a setup."""
 _POLICIES = ("lru", "arc")
@@ -182,6 +182,8 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         for group in self.groups:
             if group.kind not in (Kind.FULL, Kind.SLIDING_WINDOW):
                 raise ValueError(f"{group}: only full attention and sliding windows are compared")
+        if self.drafts and not any(group.eagle for group in self.groups):
+            raise ValueError("drafts without a group that is marked eagle: releases differ in whose layers they are")
 
 
 class Begin(CoarseOp, frozen=True, tag="begin"):
@@ -289,10 +291,9 @@ def index_setup(
         if letter == "2":
             groups[-1] = replace(groups[-1], block_tokens=8)
             continue
-        window = 2 + (reach + 5 * index) % 11
         eagle = drafts > 0 and bool(draft_groups >> len(groups) & 1)
-        kind = Kind.FULL if letter == "F" else Kind.SLIDING_WINDOW
-        groups.append(Group(kind, 4, 0 if letter == "F" else window, eagle))
+        kind, window = (Kind.FULL, 0) if letter == "F" else (Kind.SLIDING_WINDOW, 2 + (reach + 5 * index) % 11)
+        groups.append(Group(kind, 4, window, eagle))
     return IndexSetup(
         groups=tuple(groups),
         chunk_blocks=1 if "2" in letters else chunk_blocks,

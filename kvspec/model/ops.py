@@ -237,7 +237,7 @@ class CacheSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 class Arrive(CoarseOp, frozen=True, tag="arrive"):
     """A request arrives: ``shared`` times 4 tokens of the trunk, or an earlier prompt, then ``tail`` of branch
-    ``branch``. ``content`` picks adapter, images, salt, if it is small; else they are those of the earlier prompt.
+    ``branch``. A small ``content`` picks adapter, images, salt; else they are those of the earlier prompt, or none.
     """
 
     shared: int = 0

@@ -96,8 +96,8 @@ class DraftTail(Enum):
 
     NOWHERE = "never: draft layers are like any other"
     ALWAYS = "always"
-    DECODING = "once the request has said something"
-    RUNNING = "while the request runs, once it has said something"
+    DECODING = "once tokens behind the prompt are computed"
+    RUNNING = "while the request runs, once tokens behind the prompt are computed"
 
 
 class StoreMask(Enum):

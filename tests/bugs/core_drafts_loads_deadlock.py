@@ -1,8 +1,9 @@
 """With EAGLE and priorities, two asynchronous loads can hold the blocks that the more urgent request needs to go on.
 
-A load is admitted if the free blocks are enough for the whole prompt. When the load has ended, the step that goes on
-asks for slots of the drafts too, which nobody has counted. Another load that has ended holds the block that is missing,
-and stands behind the more urgent request: nothing runs any more. First come, first served, the other one goes first.
+A load is admitted if the free blocks are enough for the whole prompt, and for what is loaded beside what other loads
+and the drafts of a step still need. The rest of its own prompt and the drafts are never counted together. When the load
+has ended, the step that goes on asks for both. Another load that has ended holds the block that is missing, and stands
+behind the more urgent request: nothing runs any more. First come, first served, the other one goes first.
 """
 
 from plain_vllm import Engine

@@ -136,7 +136,7 @@ _CLAUSES: dict[str, Planted] = {
     "STORE-13": ("index", F, "_wanted", lambda f: lambda self, g, blocks, end: [True for _ in blocks]),
     "STORE-14": ("index", F, "reset", _keeps_index),
     "STORE-15": ("index", F, "_turns", lambda f: lambda self, rows, s: f(self, rows, s)[::-1]),
-    "STORE-16": ("index", F, "_is_held_back", _answers(False)),
+    "STORE-16": ("index", F, "is_held_back", _answers(False)),
     "LOOKUP-1": ("index", F, "lookup", _reads_anyway),
     "LOOKUP-2": ("index", F, "_agreed_hit", lambda f: lambda self, r, n: f(self, r, n) or 0),
     "LOOKUP-3": ("index", F, "_prefix", _all_hits),
@@ -237,7 +237,7 @@ def the_store_index_skips_a_chunk(patch: Patch) -> None:
     patch.setattr(state, "advance_stored_idx", advance)
 
 
-def what_is_held_back_is_passed(patch: Patch) -> None:
+def whatis_held_back_is_passed(patch: Patch) -> None:
     state = _connector().RequestOffloadState
     real = state.advance_stored_idx
 
@@ -413,7 +413,7 @@ _OF_VLLM = dict(
             "cursor",
             "STORE-9",
             "index",
-            what_is_held_back_is_passed,
+            whatis_held_back_is_passed,
             "The store index passes the last chunk of draft layers, which is never stored.",
         ),
         _of_vllm(

@@ -811,27 +811,30 @@ def test_accepted_drafts_are_said_and_rejected_ones_are_written_and_not_compared
     assert lab.reports == []
 
 
-def test_the_next_step_reads_what_was_accepted_and_overwrites_the_rest() -> None:
+def test_the_next_step_reads_what_was_accepted_and_overwrites_the_first_of_the_rest() -> None:
     lab, batch = with_drafts(3)
     known = len(lab.texts["a"].tokens)
-    lab.run(output({"a": 1}, cached=[Cached("a", known - 1)]))
+    after = lab.run(output({"a": 1}, cached=[Cached("a", known - 1)]))
     assert batch.rejected > 0
+    assert only(after).write_slots[0] == only(batch).write_slots[-batch.rejected]
     assert lab.reports == []
 
 
 def test_who_reads_a_rejected_draft_is_told_so() -> None:
     lab, batch = with_drafts(3)
     said = lab.texts["a"]
+    skipped = len(said.tokens) - 1
     assert batch.rejected > 0
-    said.sample(len(said.tokens))
+    said.sample(skipped + 1)
     lab.state._rows["a"].known += 1
-    lab.run(output({"a": 1}, cached=[Cached("a", len(said.tokens) - 1)]))  # one token is skipped
-    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {len(said.tokens) - 1} of a"}
+    lab.run(output({"a": 1}, cached=[Cached("a", skipped + 1)]))
+    assert {mismatch.found for mismatch in lab.reports} == {f"a rejected draft of token {skipped} of a"}
 
 
 def test_drafts_of_a_request_that_begins_are_padding_and_never_accepted() -> None:
     _, batch = with_drafts(3, begun=True)
-    assert (batch.accepted, batch.rejected) == (0, 3)
+    assert (batch.accepted, batch.rejected) == (0, 0)
+    assert len(only(batch).write_slots) == PROMPT_TOKENS + 3
 
 
 def test_a_step_that_was_planned_ahead_begins_behind_what_was_accepted() -> None:

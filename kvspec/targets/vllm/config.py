@@ -108,7 +108,8 @@ def longest_request(setup: EngineSetup) -> int:
     """Return the most tokens, prompt and output, that a request may have: vLLM refuses to start with a longer model.
 
     A block of every group for each of its spans: more than a window takes, so that a request always fits. With drafts a
-    step needs slots for a token, its drafts, and the drafts behind those, which releases from 0.32 on keep free apart.
+    step needs slots for a token, its drafts and, with EAGLE, the drafts behind those; releases from 0.31 on keep these
+    free for a load.
 
     Source: vLLM 0.33.0, v1/core/sched/scheduler.py (_spec_decode_step_blocks).
     """
@@ -148,7 +149,7 @@ def refusal(setup: EngineSetup) -> str | None:
 def _drafts_refusal(setup: EngineSetup) -> str | None:
     """Say why a setup with drafts isn't run; None if it is.
 
-    Source: vLLM 0.30.0, config/vllm.py (_get_v2_model_runner_unsupported_features, and async_scheduling); vLLM 0.33.0,
+    Source: vLLM 0.31.0, config/vllm.py (_get_v2_model_runner_unsupported_features); vLLM 0.33.0,
     v1/core/sched/scheduler.py (schedule, pad_spec_decode).
     """
     if any(group.kind == "mamba" for group in setup.groups):
@@ -156,7 +157,7 @@ def _drafts_refusal(setup: EngineSetup) -> str | None:
     if setup.context_ranks > 1:
         return "drafts beside context parallelism aren't simulated"
     if setup.runner_v2 and not setup.eagle:
-        return "up to 0.32 runner V2 has no drafts of n-grams"
+        return "drafts of n-grams are run with runner V1 alone; runner V2 has them from 0.32 on"
     if setup.step_tokens <= setup.drafts:
         return "a step must have room for a token and its drafts"
     return None

@@ -323,8 +323,10 @@ class RealEngine:
             running_max=running_max,
             async_scheduling=asynchronous,
             runner_v2=False,
+            drafts=drafts,
+            eagle=drafts > 0,
         )
-        self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, drafts, connectors)
+        self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, connectors)
         self._drafts = drafts
         self._random = Random(0)
         """Decides how many drafts are accepted."""
@@ -600,7 +602,6 @@ def _scheduler(
     groups: Sequence[core.GroupSpec],
     chunk_blocks: int,
     prompt_only: bool,
-    drafts: int,
     connectors: int,
 ) -> tuple[Any, int]:
     """Return a scheduler, and the tokens of a hash block."""
@@ -616,8 +617,6 @@ def _scheduler(
         name, settings = "MultiConnector", {"connectors": [child] * connectors}
     vllm_config = config.vllm_config(setup, name, settings)
     vllm_config.cache_config.prefix_cache_retention_interval = None
-    if drafts:
-        vllm_config.speculative_config = config.speculative_config(vllm_config, drafts, "eagle")
     kv_cache_config = core.cache_config(groups, setup.gpu_blocks, True, None)
     if "shared_by" in _parameters(KVCacheTensor):  # up to 0.29; 0.23 and 0.24 divide by what a block takes
         kv_cache_config.kv_cache_tensors = [
