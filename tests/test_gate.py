@@ -279,11 +279,11 @@ class Run:
 
 def test_without_a_terminal_there_are_plain_lines(toy: Callable[[str], None]) -> None:
     toy("slow")
-    run = Run("--budget", "1s", terminal=False)
+    run = Run("--budget", "4s", terminal=False)
     assert run.end() == 0
     assert "\x1b" not in run.output
     assert "\r" not in run.output
-    assert run.output.splitlines()[0] == "kvspec gate: toy:suite, 1 s, 2 workers, seed 1"
+    assert run.output.splitlines()[0] == "kvspec gate: toy:suite, 4 s, 2 workers, seed 1"
 
 
 def test_ctrl_c_on_a_terminal_gives_the_verdict_so_far(toy: Callable[[str], None]) -> None:
