@@ -529,7 +529,7 @@ class World:
 
     def _run_to_idle(self) -> None:
         """Let the device run dry and step, until the engine is idle; a violation of PROGRESS-1 if it never is."""
-        unchanged = 0
+        unchanged = stores = 0
         before = ""
         kept: Counter[str] = Counter()
         for _ in range(DRAIN_STEPS_MAX):
@@ -537,23 +537,28 @@ class World:
             if not self._step():
                 return
             state = self._engine.state()
-            unchanged = unchanged + 1 if state == before else 0
-            kept = kept + Counter(self._engine.kept()) if state == before else Counter()  # adding drops what is zero
-            before = state
-            if unchanged >= self._stall_steps():
-                self._stuck(f"for {unchanged} steps nothing changes, and nothing is in flight", kept)
+            if state != before:
+                unchanged, stores, before, kept = 0, self._outcome.stores, state, Counter()
+                continue
+            unchanged += 1
+            kept += Counter(self._engine.kept())  # adding drops what is zero
+            stores_on = self._outcome.stores > stores
+            if unchanged >= self._stall_steps(stores_on):
+                what = "and the engine goes on storing" if stores_on else "and nothing is in flight"
+                self._stuck(f"for {unchanged} steps no request changes, {what}", kept, stores_on)
                 return
-        self._stuck(f"not idle after {DRAIN_STEPS_MAX} steps", kept)
+        self._stuck(f"not idle after {DRAIN_STEPS_MAX} steps", kept, stores_on=False)
 
-    def _stall_steps(self) -> int:
-        """Return after how many steps without any change of a request the engine is stuck. One that has none left may
-        still store all that its prefix cache has, a block every other step."""
-        return STALL_STEPS + (0 if self._engine.waiting_requests() else 2 * self._setup.gpu_blocks)
+    def _stall_steps(self, stores_on: bool) -> int:
+        """Return after how many steps without any change of a request the engine is stuck. It may still store all that
+        its prefix cache has, a block every other step, and a request may have to wait for that."""
+        may_store = stores_on or not self._engine.waiting_requests()
+        return STALL_STEPS + (2 * self._setup.gpu_blocks if may_store else 0)
 
-    def _stuck(self, how: str, kept: Iterable[str]) -> None:
+    def _stuck(self, how: str, kept: Iterable[str], stores_on: bool) -> None:
         requests = self._engine.waiting_requests()
         if requests:
-            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", self._stall_place())
+            self._die(laws.PROGRESS, f"{how}: {', '.join(requests)}", self._stall_place(stores_on))
         else:
             self._die(
                 laws.PROGRESS,
@@ -561,13 +566,14 @@ class World:
                 f"awake: {', '.join(sorted(kept))}",
             )
 
-    def _stall_place(self) -> str:
+    def _stall_place(self, stores_on: bool) -> str:
         """Return what known issues tell a stall from others by."""
         setup = self._setup
         kinds = sorted({group.kind for group in setup.groups})
         groups = f"groups: {', '.join(kinds)}" if len(setup.groups) > 1 else ""
         drafter = f"with {'EAGLE' if setup.eagle else 'n-grams'}" + " and priorities" * setup.priority
-        return ", ".join(part for part in (groups, drafter * bool(setup.drafts)) if part)
+        parts = (groups, drafter * bool(setup.drafts), "while stores go on" * stores_on)
+        return ", ".join(part for part in parts if part)
 
     def live(self) -> list[str]:
         """Return the requests that the engine still has, in the order of their arrival."""

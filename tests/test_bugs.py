@@ -67,6 +67,7 @@ SCRIPTS = {
     "core_victim_of_its_own_step.py": "0.33.0",
     "core_window_loads_deadlock.py": "0.33.0",
     "lazy_offload_never_idles.py": "0.33.0",
+    "lazy_offload_starves.py": "0.33.0",
     "offloading_reset_and_load.py": "0.32.0",
     "offloading_second_reset.py": "0.33.0",
     "offloading_silent_reset.py": "0.33.0",

@@ -44,7 +44,16 @@ from kvspec.ops import (
 from kvspec.releases import KNOWN_GOOD
 from kvspec.search import violation_key
 from kvspec.targets import Target
-from kvspec.world import EVENTS, MULTI_EVENTS, OFFLOADING_EVENTS, Outcome, World, make_adversary, run_history
+from kvspec.world import (
+    EVENTS,
+    MULTI_EVENTS,
+    OFFLOADING_EVENTS,
+    STALL_STEPS,
+    Outcome,
+    World,
+    make_adversary,
+    run_history,
+)
 from strategies.machine import ADVERSARIES, supported
 from strategies.machines import MACHINES
 from strategies.simple import SimpleOffloadMachine
@@ -688,6 +697,29 @@ def test_an_exception_at_the_start_of_an_engine_is_a_crash(target: Target, monke
     (violation,) = world.finish().violations
     assert (violation.law, violation.op) == ("CRASH-1", "start")
     assert violation.frame == "v1/simple_kv_offload/manager.py:refuse"
+
+
+LAZY = EngineSetup(gpu_blocks=24, cpu_blocks=48, lazy=True, async_scheduling=True)
+
+
+def test_a_request_that_waits_for_the_last_stores_is_not_stuck(target: Target) -> None:
+    """They take longer than the steps without a change after which an engine that stores nothing is stuck."""
+    texts = [
+        Add("W", 44, 1, max_tokens=5),
+        Add("X", 4, 1, trunk=1, max_tokens=3),
+        Add("Y", 12, 2, trunk=2, max_tokens=1),
+    ]
+    assert play(target, LAZY, *texts, Add("Z", 88, 1, trunk=9, max_tokens=1)).stores > STALL_STEPS
+
+
+def test_a_request_that_waits_for_stores_without_end_is_stuck_and_told_from_others(target: Target) -> None:
+    waits = Add("Z", 20, 1, max_tokens=1, priority=2)
+    others = [Add("X", 0, 1, max_tokens=1), Add("Y", 0, 10, max_tokens=1, priority=1), Add("W", 0, 1, max_tokens=5)]
+    late = [Add("U", 8, 0, trunk=1, branch=1, max_tokens=1, priority=1), Add("V", 16, 1, max_tokens=1)]
+    setup = structs.replace(LAZY, gpu_blocks=7, cpu_blocks=4, priority=True)
+    ops = (waits, Add("T", 0, 1, max_tokens=1), *others, *late)
+    (violation,) = run_history(target, History(target.name, setup, ops, "fair", 0)).violations
+    assert (violation.law, violation.frame) == ("PROGRESS-1", "while stores go on")
 
 
 def test_every_event_is_reached_by_some_scenario() -> None:
