@@ -17,7 +17,6 @@ from kvspec.errors import KvspecError
 from kvspec.findings import Key
 from kvspec.model.profile import KNOWN_ISSUES
 from kvspec.ops import EQUALITIES
-from kvspec.targets import TARGETS
 
 
 class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +36,8 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, for what can't be meant."""
+        from kvspec.targets import TARGETS  # needs numpy, which whoever only manages releases does without
+
         for field in ("id", "title", "reference", "law", "op", "frame"):
             if not getattr(self, field).strip():
                 raise ValueError(f"field {field!r} is empty")
