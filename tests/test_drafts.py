@@ -15,6 +15,7 @@ from kvspec.laws import Violation
 from kvspec.ops import Add, AttentionGroup, EngineSetup, Finish, History, Reset, Settle, Step
 from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target, load_target
+from kvspec.targets.vllm.instant import run_instantly
 from kvspec.world import Outcome, World, run_history
 from strategies.machine import setup_of, supported
 from strategies.machines import MACHINES
@@ -94,6 +95,15 @@ def test_traffic_with_drafts_breaks_no_law_and_runs_the_same_again(
     for history, found, trace in traffic_on(engine, replace(EAGLE, async_scheduling=asynchronous), histories=4):
         assert found == []
         assert run_history(engine, history).trace == trace
+
+
+@pytest.mark.parametrize("setup", [NGRAM, replace(EAGLE, async_scheduling=True)], ids=["in step", "ahead"])
+def test_an_engine_without_a_device_runs_with_drafts_too(setup: EngineSetup, target: Target) -> None:
+    with target.activated():
+        drafted, alone = (
+            run_instantly(History(target.name, one, (ANSWER, Settle()))) for one in (setup, replace(setup, drafts=0))
+        )
+    assert 0 < drafted < alone
 
 
 @pytest.mark.parametrize("setup", [NGRAM, replace(EAGLE, async_scheduling=True)], ids=["in step", "ahead"])

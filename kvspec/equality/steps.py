@@ -176,7 +176,7 @@ class StepPair(EndsAtKnown):
         self.submitted += 1
 
     def step(self, op: EngineStep) -> None:
-        self.real.random = Random(op.accepted)
+        self.real.answers.random = Random(op.accepted)
         for _ in range(op.count):
             before = self.real.preempted()
             self.real.step()

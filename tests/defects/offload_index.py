@@ -237,7 +237,7 @@ def the_store_index_skips_a_chunk(patch: Patch) -> None:
     patch.setattr(state, "advance_stored_idx", advance)
 
 
-def whatis_held_back_is_passed(patch: Patch) -> None:
+def what_is_held_back_is_passed(patch: Patch) -> None:
     state = _connector().RequestOffloadState
     real = state.advance_stored_idx
 
@@ -413,7 +413,7 @@ _OF_VLLM = dict(
             "cursor",
             "STORE-9",
             "index",
-            whatis_held_back_is_passed,
+            what_is_held_back_is_passed,
             "The store index passes the last chunk of draft layers, which is never stored.",
         ),
         _of_vllm(

@@ -279,12 +279,13 @@ def vllm_config(setup: EngineSetup, connector: str, connector_config: dict[str, 
     )
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setup.runner_v2 else "0"
     if setup.drafts:
+        # Drafts from the text run ahead only if the GPU makes them; what else they need is nothing to the scheduler.
         ngram = "ngram_gpu" if setup.async_scheduling else "ngram"
-        result.speculative_config = speculative_config(result, setup.drafts, "eagle" if setup.eagle else ngram)
+        result.speculative_config = _speculative_config(result, setup.drafts, "eagle" if setup.eagle else ngram)
     return result
 
 
-def speculative_config(whole: Any, drafts: int, method: str) -> Any:
+def _speculative_config(whole: Any, drafts: int, method: str) -> Any:
     """Return a ``SpeculativeConfig`` for ``drafts`` draft tokens in each step.
 
     It is made as for n-grams, which need no model of their own; then it gets its method, by which the scheduler and

@@ -12,10 +12,11 @@ from typing import Any
 
 from kvspec.device.adversary import FairAdversary
 from kvspec.engine.executor import StepFuture
-from kvspec.engine.text import FIRST_WORD, words
+from kvspec.engine.text import words
 from kvspec.ops import Abort, Add, History, Op, Reset, Settle, Step
 from kvspec.targets import parse_target
 from kvspec.targets.vllm import offloading, simple
+from kvspec.targets.vllm.answers import Answers
 from kvspec.targets.vllm.config import longest_request
 from kvspec.targets.vllm.engine import VllmEngine
 
@@ -27,8 +28,8 @@ STEPS_MAX = 2000
 class InstantExecutor:
     """Answers at once, in the form in which a worker, or the aggregator of several, would."""
 
-    def __init__(self, scheduler: Any, transfers_of: Callable[[Any], tuple[set[str], Any]]) -> None:
-        self._requests = scheduler.requests
+    def __init__(self, answers: Answers, transfers_of: Callable[[Any], tuple[set[str], Any]]) -> None:
+        self._answers = answers
         self._transfers_of = transfers_of
         self._output: Any = None
 
@@ -49,13 +50,12 @@ class InstantExecutor:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[FIRST_WORD] if self._is_complete(name) else [] for name in names],
+            sampled_token_ids=self._answers.sampled(output),
             kv_connector_output=KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=report),
         )
 
-    def _is_complete(self, name: str) -> bool:
-        request = self._requests.get(name)
-        return request is not None and request.num_computed_tokens >= request.num_tokens
+    def take_draft_token_ids(self) -> Any:
+        return self._answers.proposed()
 
 
 def run_instantly(history: History) -> int:
@@ -86,7 +86,8 @@ class _InstantEngine:
             lambda *_: None,
         )
         self._vllm.core.model_executor = InstantExecutor(
-            self._vllm.scheduler, lambda metadata: connector.instant_output(metadata, setup.world_size)
+            Answers(self._vllm.scheduler.requests, setup.drafts),
+            lambda metadata: connector.instant_output(metadata, setup.world_size),
         )
         self._longest = longest_request(setup)
         self._added: dict[str, Any] = {}

@@ -10,11 +10,11 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from random import Random
 from typing import Any, NamedTuple
 
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config, core
+from kvspec.targets.vllm.answers import Answers
 from kvspec.targets.vllm.engine import children, make_scheduler
 
 RawKey = bytes
@@ -327,10 +327,9 @@ class RealEngine:
             eagle=drafts > 0,
         )
         self.scheduler, self.hash_tokens = _scheduler(setup, groups, chunk_blocks, prompt_only, connectors)
-        self._drafts = drafts
-        self._random = Random(0)
-        """Decides how many drafts are accepted."""
         self.requests: dict[str, Any] = self.scheduler.requests
+        self._drafts = drafts
+        self._answers = Answers(self.requests, drafts)
         self.known: dict[str, Any] = {}
         self.connectors = [part.connector_scheduler for part in children(self.scheduler.connector)]
         for connector in self.connectors:
@@ -389,13 +388,10 @@ class RealEngine:
 
     def update(self) -> None:
         """Process the output of the oldest step in flight."""
-        from vllm.v1.outputs import DraftTokenIds
-
         output, answer = self.in_flight.popleft()
         self.scheduler.update_from_output(output, answer)
         if self._drafts and not self.asynchronous:  # An asynchronous scheduler leaves room for them by itself.
-            names = [name for name, said in zip(answer.req_ids, answer.sampled_token_ids, strict=True) if said]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[WORD] * self._drafts for _ in names]))
+            self.scheduler.update_draft_token_ids(self._answers.proposed())
 
     def settle(self, steps: int = 200) -> None:
         """Step until there is no work, with transfers that end at once. AssertionError if that takes too long."""
@@ -419,21 +415,13 @@ class RealEngine:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[self._said(name, output) for name in names],
+            sampled_token_ids=self._answers.sampled(output),
             kv_connector_output=KVConnectorOutput(
                 finished_sending={name for report in reports for name in report.sent},
                 finished_recving={name for report in reports for name in report.loaded},
                 kv_connector_worker_meta=_worker_meta([report.jobs for report in reports]),
             ),
         )
-
-    def _said(self, name: str, output: Any) -> list[int]:
-        request = self.requests.get(name)
-        if request is None or request.num_computed_tokens < request.num_tokens:
-            return []
-        begun = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
-        drafts = 0 if name in begun else len(output.scheduled_spec_decode_tokens.get(name, ()))
-        return [WORD] * (1 + self._random.randint(0, drafts))
 
     def seen(self, name: str) -> RequestSeen:
         """Return a request as the connector sees it."""
@@ -495,10 +483,6 @@ class RealEngine:
         for name, describe in _CALLS.items():
             if hasattr(connector, name):
                 setattr(connector, name, _watched(connector, name, describe, observe))
-
-
-WORD = 7
-"""The token that the model always says."""
 
 
 class Report(NamedTuple):

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from random import Random
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvspec.engine.executor import StepFuture
 from kvspec.ops import EngineSetup
 from kvspec.targets.vllm import config
+from kvspec.targets.vllm.answers import Answers
 from kvspec.targets.vllm.core import make_request, pool_state
 from kvspec.targets.vllm.engine import make_core, make_scheduler
-
-_WORD = 7
-"""What is said, and drafted, always."""
 
 
 class StepEngine:
@@ -36,16 +35,13 @@ class StepEngine:
 
     def __init__(self, setup: EngineSetup, stages: int, drafts: int, draft_model: bool, defers: bool) -> None:
         vllm_config = _configuration(setup, stages, drafts, draft_model)
-        self.random = Random(0)
-        """Decides how many drafts are accepted."""
         self.scheduler, self.hash_tokens = make_scheduler(vllm_config, config.kv_cache_config(setup))
         self.defers = defers
         if defers:
             self.scheduler.defer_block_free = True
         self.core = make_core(self.scheduler, self, _depth(vllm_config))
-        self.drafts = drafts
+        self.answers = Answers(self.scheduler.requests, drafts)
         self._latest: Any = None
-        self._sampled: list[str] = []
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)  # of a step that fails
 
     def add(self, name: str, tokens: list[int], says: int, priority: int, arrival: int) -> None:
@@ -125,39 +121,25 @@ class StepEngine:
         return StepFuture(lambda: result) if non_block else result
 
     def take_draft_token_ids(self) -> Any:
-        from vllm.v1.outputs import DraftTokenIds
-
-        return DraftTokenIds(list(self._sampled), [[_WORD] * self.drafts for _ in self._sampled])
+        return self.answers.proposed()
 
     def _result(self, output: Any) -> Any:
-        """Return a ``ModelRunnerOutput``: a token for each request whose text is computed to its end, and the drafts
-        that are accepted.
-        """
+        """Return the ``ModelRunnerOutput`` of a step."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        names, sampled = list(output.num_scheduled_tokens), []
-        begun = {request.req_id for request in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
-        for name in names:
-            request = self.scheduler.requests[name]
-            # A request that begins has no drafts: those in its first step are padding, which is never accepted.
-            drafts = 0 if name in begun else len(output.scheduled_spec_decode_tokens.get(name, ()))
-            whole = request.num_computed_tokens >= request.num_tokens
-            sampled.append([_WORD] * (1 + self.random.randint(0, drafts)) if whole else [])
-        self._sampled = [name for name, tokens in zip(names, sampled, strict=True) if tokens]
+        names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=self.answers.sampled(output),
         )
 
 
 def _configuration(setup: EngineSetup, stages: int, drafts: int, draft_model: bool) -> Any:
-    result = config.vllm_config(setup, "", {})
+    result = config.vllm_config(replace(setup, drafts=drafts), "", {})
     result.kv_transfer_config = None
-    if drafts:
-        # Drafts from the text run ahead only if the GPU makes them; what else they need is nothing to the scheduler.
-        ahead = "ngram_gpu" if setup.async_scheduling else "ngram"
-        result.speculative_config = config.speculative_config(result, drafts, "draft_model" if draft_model else ahead)
+    if drafts and draft_model:
+        result.speculative_config.method = "draft_model"
     parallel = result.parallel_config = copy.copy(result.parallel_config)
     parallel.pipeline_parallel_size = stages
     return result
