@@ -65,8 +65,8 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     events: tuple[str, ...] = ()
     """Events without which it can't show: a history that hasn't reached them shows something else."""
     without: tuple[str, ...] = ()
-    """Events with which another bug of the release shows in the same way: a history that has reached one doesn't
-    count."""
+    """Events, and laws broken, with which another bug of the release shows in the same way: a history that has one
+    doesn't count."""
 
 
 FAIR, RAW, NO_LIVE_PREFIXES = "fair-device", "raw-driver", "no-live-prefixes"

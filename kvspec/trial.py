@@ -166,7 +166,7 @@ class _Run:
             steps=self._effort.steps + outcome.steps,
         )
         keys = dict.fromkeys(violation_key(self._job.target, violation) for violation in outcome.violations)
-        self._note(keys, world, outcome.reached.keys())
+        self._note(keys, world, outcome.reached.keys() | {key.law for key in keys})
         self._tell_progress(outcome.steps)
         if self._is_over() or not self._is_wanted(self._open.keys() - self._sighted.keys()):
             raise _TrialOver
@@ -178,19 +178,20 @@ class _Run:
             self._emit(self._since)
             self._since, self._since_s = Progress(job=self._job.job), time.monotonic()
 
-    def _note(self, keys: Iterable[Key], world: "World", reached: Set[str]) -> None:
+    def _note(self, keys: Iterable[Key], world: "World", met: Set[str]) -> None:
+        """Take what a history has broken; it has met these events and broken these laws."""
         for key in keys:
             self._seen[key] += 1
             if key not in self._issues:
                 issue = known_as(self._job.known, key, self._release)
                 self._issues[key] = issue.id if issue else ""
             for name, wanted in self._open.items():
-                if name not in self._sighted and self._is_counted(wanted, key, reached):
+                if name not in self._sighted and self._is_counted(wanted, key, met):
                     history = replace(world.history(), target=self._job.target)
                     self._sighted[name] = _Sighting(self._so_far(), key, history, self._all_seen())
 
-    def _is_counted(self, wanted: Wanted, key: Key, reached: Set[str]) -> bool:
-        if not reached >= set(wanted.events) or reached & set(wanted.without):
+    def _is_counted(self, wanted: Wanted, key: Key, met: Set[str]) -> bool:
+        if not met >= set(wanted.events) or met & set(wanted.without):
             return False
         return self._issues[key] in ("", wanted.name) and any(counts.matches(key) for counts in wanted.counts)
 

@@ -24,7 +24,7 @@ ADVERSARIES = st.sampled_from(ADVERSARY_NAMES)
 Choices = Mapping[str, Sequence[Any]]
 """Fields of an EngineSetup, and the values to choose from; what is listed twice is drawn twice as often.
 
-A value that is a mapping stands for several fields, whatever its name.
+A value that is a mapping stands for several fields, whatever its name, and wins over a field's own choice.
 """
 
 
@@ -75,9 +75,9 @@ outputs that a request still has in flight when it is preempted, and drafts amon
 
 def setup_of(**chosen: Any) -> EngineSetup:
     """Return the setup that some choices mean. The more groups, and with drafts, the larger the pools."""
-    fields: dict[str, Any] = {}
-    for name, value in chosen.items():
-        fields |= value if isinstance(value, Mapping) else {name: value}
+    fields = {name: value for name, value in chosen.items() if not isinstance(value, Mapping)}
+    for value in chosen.values():
+        fields |= value if isinstance(value, Mapping) else {}
     setup = EngineSetup(**fields)
     groups, gpu_blocks = len(setup.groups), setup.gpu_blocks + DRAFT_BLOCKS * bool(setup.drafts)
     return structs.replace(setup, gpu_blocks=gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)

@@ -9,8 +9,8 @@ from kvspec.ops import AttentionGroup
 from strategies.machine import DRAFTERS, FULL, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
 
 
-def _window(tokens: int) -> AttentionGroup:
-    return AttentionGroup("sliding-window", reach=tokens)
+def _window(tokens: int, block_size: int = 0) -> AttentionGroup:
+    return AttentionGroup("sliding-window", block_size, reach=tokens)
 
 
 WINDOWS: tuple[dict[str, Any], ...] = (
@@ -20,9 +20,12 @@ WINDOWS: tuple[dict[str, Any], ...] = (
     {"groups": (FULL, _window(16))},
     {"groups": (FULL, _window(12), _window(6)), "ranks": 2},
     {"groups": (AttentionGroup(block_size=8), _window(12))},
+    {"groups": (FULL, _window(8, block_size=8)), "blocks_per_chunk": 1},
+    {"groups": (_window(20, block_size=8), FULL), "blocks_per_chunk": 1},
 )
 """Windows of several chunks, so that a hit needs a row of them, and can have a part of that; also ones that are
-multiples of a chunk, as in most models."""
+multiples of a chunk, as in most models; with shorter and with longer blocks than full attention's. Hits that end inside
+a block of another group are short, so long chunks would leave few of them."""
 
 SETUPS: Choices = {
     "shape": (*SHAPES, *WINDOWS),

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import toy
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvspec.errors import KvspecError
-from kvspec.events import ABLATIONS, RAW, Counts, Event, Trial, TrialDone, TrialJob, Unreachable, Wanted
+from kvspec.events import ABLATIONS, RAW, Counts, Event, Sighted, Trial, TrialDone, TrialJob, Unreachable, Wanted
 from kvspec.ops import Add, History
 from kvspec.search import Suite, load_suite
 from kvspec.targets import Target
@@ -87,6 +88,20 @@ def test_what_needs_an_event_that_the_machine_never_makes_is_not_looked_for(suit
     told = run(suite, wanted=(Wanted("x", (Counts("SHADOW-1"),), ("no such event",)),))
     assert [event.events for event in told if isinstance(event, Unreachable)] == [["no such event"]]
     assert [event.effort.histories for event in told if isinstance(event, TrialDone)] == [0]
+
+
+@pytest.mark.parametrize("met", ["door", "DOOR-1"])
+def test_a_history_that_met_what_another_bug_shows_with_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, met: str
+) -> None:
+    monkeypatch.setattr(toy, "DEFECTS", {"bug"})
+
+    def sighted(*without: str) -> bool:
+        wanted = (Wanted("door", (Counts("DOOR-1"),), without=without),)
+        return any(isinstance(event, Sighted) for event in run(toy.suite, wanted=wanted, budget_cpu_s=2.0))
+
+    assert sighted("another event", "ANOTHER-1")
+    assert not sighted(met)
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)
