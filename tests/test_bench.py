@@ -243,10 +243,14 @@ def test_bad_input_is_one_sentence(bench: Bench, arguments: list[str], problem: 
 CASES = load_cases(ROOT / "tests" / "bugs" / "cases.toml")
 
 
+HIDDEN_SINCE = {"offload-load-before-compute": "0.24.0"}
+"""Bugs that a history can't reach any more from a release on, though it has them."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_case_runs_on_the_newest_release_that_has_its_bug(case: Case) -> None:
+def test_a_case_runs_on_the_newest_release_that_shows_its_bug(case: Case) -> None:
     assert case.fixed in RELEASES
-    assert case.bad == (["", *RELEASES][RELEASES.index(case.fixed)])
+    assert case.bad == (["", *RELEASES][RELEASES.index(HIDDEN_SINCE.get(case.id, case.fixed))])
     assert case.counts
     assert case.events
     assert not why_not(case) or why_not(case) in (NOT_BUILT, NO_RELEASE)
