@@ -153,6 +153,10 @@ TRIGGERS: dict[str, tuple[o.TierSetup | o.IndexSetup, list[Any]]] = {
         o.IndexSetup((Group(Kind.FULL, 4, eagle=True),), slots=12, drafts=1),
         [o.Begin(4, own=3), o.MakeSteps()],
     ),
+    "offload-unmarked-drafts": (
+        o.IndexSetup(slots=12, drafts=1),
+        [o.Begin(4), o.MakeSteps(2), o.EndTransfers(), o.MakeSteps(), o.ResetAll(), o.Begin(4, own=1), o.MakeSteps()],
+    ),
     "offload-group-sizes-null": (
         o.IndexSetup((Group(Kind.SLIDING_WINDOW, 4, 6),), chunk_blocks=2, slots=1, step_tokens=8),
         [

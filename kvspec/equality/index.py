@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,8 +65,14 @@ class IndexPair(EndsAtKnown):
         self.requests: dict[str, OffloadRequest] = {}
         self.came = 0
         self.tier: Tier[Key] = Tier(setup.slots, profile, setup.policy, events=True, tie=self._raw)
+        unmarked = setup.drafts > 0 and not any(group.eagle for group in setup.groups)
+        self.drafted = tuple(replace(group, eagle=group.eagle or unmarked) for group in setup.groups)
+        """The groups, those marked that an older release takes for a draft model's: all, if none is marked."""
+        self.groups = self.drafted if "offload-unmarked-drafts" in self.avoid else setup.groups
+        if self.groups != setup.groups:
+            self.reached["known:offload-unmarked-drafts"] += 1
         self.model = Offloader(
-            setup.groups,
+            self.groups,
             self.tier,
             profile,
             chunk_blocks=setup.chunk_blocks,
@@ -353,7 +359,7 @@ class IndexPair(EndsAtKnown):
         tokens = self.model.offloadable(request, offer.scheduled)
         if chunk < offer.before[group]:
             return "STORE-10"
-        if self.setup.groups[group].eagle and chunk == tokens // self.model.chunk_tokens[group] - 1:
+        if self.drafted[group].eagle and chunk == tokens // self.model.chunk_tokens[group] - 1:
             return "STORE-16"
         if (is_full and only_ours) or chunk >= tokens // self.model.chunk_tokens[group]:
             return "STORE-6"
@@ -466,7 +472,7 @@ class IndexPair(EndsAtKnown):
         """Let the model pass what the release passes though it is held back: offload-draft-chunk-passed."""
         if "offload-draft-chunk-passed" not in self.avoid:
             return
-        eagle = [group for group, some in enumerate(self.setup.groups) if some.eagle]
+        eagle = [group for group, some in enumerate(self.groups) if some.eagle]
         for name, request in self._comparable().items():
             for group in eagle if name in state.next_stored else ():
                 if state.next_stored[name][group] == request.next_stored[group] + 1:

@@ -6,7 +6,7 @@ CPU tier (``tiers``). Each request has a *store index* for each group: the next 
 and admitted by the engine; then, in each step that schedules it, its chunks that have become full are offered to the
 tier. Transfers are *jobs*: planned in one step, reported by the workers in a later one.
 
-Not modelled: Mamba and chunked-local groups, EAGLE without a group that is marked, partial tails (0.28.0 and later),
+Not modelled: Mamba and chunked-local groups, partial tails (0.28.0 and later),
 sparse retention, loads within a step (0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
 """
 

@@ -171,7 +171,7 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     asynchronous: bool = False
     prompt_only: bool = False
     drafts: int = 0
-    """Tokens that a draft model proposes for each step; its layers are those of the groups marked ``eagle``."""
+    """Tokens that a draft model proposes for each step; its layers are in the groups marked ``eagle``, if any is."""
     shows: tuple[str, ...] = ()
     """The known issues that may show; all others of the release are kept out of the way, so that a history goes on
     behind them."""
@@ -182,8 +182,6 @@ class IndexSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         for group in self.groups:
             if group.kind not in (Kind.FULL, Kind.SLIDING_WINDOW):
                 raise ValueError(f"{group}: only full attention and sliding windows are compared")
-        if self.drafts and not any(group.eagle for group in self.groups):
-            raise ValueError("drafts without a group that is marked eagle: releases differ in whose layers they are")
 
 
 class Begin(CoarseOp, frozen=True, tag="begin"):
@@ -303,7 +301,7 @@ def index_setup(
         step_tokens=8 << step_tokens,
         asynchronous=asynchronous > 0,
         prompt_only=prompt_only > 0,
-        drafts=drafts if any(group.eagle for group in groups) else 0,
+        drafts=drafts,
         shows=shown(profile, "index", shows),
     )
 
@@ -319,7 +317,7 @@ INDEX_SETUP_RANGES = {
     "asynchronous": (-1, 1),
     "prompt_only": (-1, 1),
     "drafts": (-6, 3),
-    "draft_groups": (1, 7),
+    "draft_groups": (0, 7),
     "shows": SHOWS,
 }
 

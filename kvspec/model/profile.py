@@ -928,6 +928,15 @@ KNOWN_ISSUES = (
         ("index",),
     ),
     KnownIssue(
+        "offload-unmarked-drafts",
+        "STORE-16",
+        "0.24.0",
+        "0.30.0",
+        "If no group is marked as a draft model's, all count as such: a window of one chunk never has a hit then.",
+        "vllm#52735",
+        ("index",),
+    ),
+    KnownIssue(
         "offload-reset-keeps-jobs",
         "STORE-14",
         "0.22.1",
