@@ -7,7 +7,7 @@ at once, and tells of each what a trial for it alone would have told.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,7 +166,7 @@ class _Run:
             steps=self._effort.steps + outcome.steps,
         )
         keys = dict.fromkeys(violation_key(self._job.target, violation) for violation in outcome.violations)
-        self._note(keys, world, outcome.reached.keys() | {key.law for key in keys})
+        self._note(keys, world, outcome.reached.keys())
         self._tell_progress(outcome.steps)
         if self._is_over() or not self._is_wanted(self._open.keys() - self._sighted.keys()):
             raise _TrialOver
@@ -178,8 +178,9 @@ class _Run:
             self._emit(self._since)
             self._since, self._since_s = Progress(job=self._job.job), time.monotonic()
 
-    def _note(self, keys: Iterable[Key], world: "World", met: Set[str]) -> None:
-        """Take what a history has broken; it has met these events and broken these laws."""
+    def _note(self, keys: Collection[Key], world: "World", reached: Set[str]) -> None:
+        """Take what a history has broken, and the events that it has reached."""
+        met = reached | {key.law for key in keys}
         for key in keys:
             self._seen[key] += 1
             if key not in self._issues:
@@ -214,10 +215,13 @@ class _Run:
 
         def messages(history: AnyHistory) -> list[str]:
             try:
-                violations = self._suite.run(history).violations
+                outcome = self._suite.run(history)
             except SetupRefused:  # a simpler setup that the release doesn't run
                 return []
-            return [v.message for v in violations if violation_key(self._job.target, v) == key]
+            met = outcome.reached.keys() | {violation.law for violation in outcome.violations}
+            if not self._is_counted(wanted, key, met):
+                return []
+            return [v.message for v in outcome.violations if violation_key(self._job.target, v) == key]
 
         if not messages(original):
             message = f"{key.law} was broken, but not when its history was run again"

@@ -1,4 +1,4 @@
-"""Couples a target with its device and the laws: one op in, one observation out.
+"""Couples a target with its device and the laws: ops in, what they broke out.
 
 A world lives from the start of an engine until it has nothing left to do. Laws that the target can survive (wrong
 bytes in the CPU tier, say) are noted and the history goes on; an exception or a stall ends it.
@@ -71,7 +71,7 @@ EVENTS = {
     "resumption": "a preempted request was scheduled again",
     "same-step reuse": "blocks of a victim were given to another request in the schedule that preempted it",
     "lookup without allocation": "a request was looked up again before anything was allocated for it",
-    "abort while waiting": "a request was aborted before it was scheduled",
+    "abort while waiting": "a waiting request was aborted",
     "abort while loading": "a request was aborted while its load was in flight",
     "abort while running": "a running request was aborted",
     "abort in step": "an abort arrived between a forward and its update",
@@ -81,7 +81,7 @@ EVENTS = {
     "reset with transfers in flight": "a reset with the connector was asked for while transfers were in flight",
     "reset refused": "a reset was refused",
     "connector reset": "the connector dropped its cache",
-    "finish with stores in flight": "a request ended while its blocks were being stored",
+    "finish with stores in flight": "a request ended while blocks were being stored",
     "idle": "the engine went idle",
     "rank skew": "ranks reported the same load in different steps",
     "step without a forward": "a step had no tokens to compute",
@@ -199,7 +199,8 @@ class World:
     # Ops --------------------------------------------------------------------------------------------------------------
 
     def apply(self, op: Op) -> None:
-        """Let one op happen; afterwards every law has been checked. Does nothing once the world is dead."""
+        """Let one op happen, and check after each engine step what must hold at any time; ``finish`` checks the rest.
+        Does nothing once the world is dead."""
         if not self.alive or self._finished:
             return
         self.ops.append(op)
@@ -231,12 +232,12 @@ class World:
 
     def _add(self, op: Add) -> None:
         own = op.tail if op.continues else op.shared + op.tail
-        if op.request in self._names or own + op.max_tokens > self._engine.longest_request:
+        if op.request in self._names or own + op.max_tokens > self.longest_request:
             return  # before so many tokens are made
         prompt = self._prompt(op)
         if prompt is None:
             return
-        if len(prompt) + op.max_tokens > self._engine.longest_request:
+        if len(prompt) + op.max_tokens > self.longest_request:
             return
         self._names[op.request] = None
         self._engine.add(op, prompt, arrival=len(self._names))

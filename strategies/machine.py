@@ -52,9 +52,9 @@ Small blocks keep traffic comparable where ranks share them.
 """
 
 
-MAMBA_SINCE = {"Mamba": "0.30.0"}
+MAMBA_SINCE = "0.27.1"
 """The first release in which engines with Mamba are drawn. vLLM runs them from 0.23 on; up to 0.26 most histories go on
-from the null block, and what 0.27 to 0.29 show hasn't been told apart from bugs that have nothing to do with Mamba."""
+from the null block."""
 
 
 DRAFTERS: tuple[dict[str, Any], ...] = (
@@ -95,8 +95,8 @@ def setups(choices: Choices) -> st.SearchStrategy[EngineSetup]:
 
 def supported(setup: EngineSetup, target: Target, release: str = "") -> EngineSetup:
     """Return the setup; if the target refuses it, with other backends or the other runner, or without drafts, or else
-    with one rank and group. The same for what isn't drawn in a release (an unknown one, empty, counts as the
-    newest)."""
+    with one group and without context parallelism. The same for what isn't drawn in a release (an unknown one, empty,
+    counts as the newest)."""
     others = BACKENDS[0] if setup.backends else ()
     undrafted = structs.replace(setup, drafts=0, eagle=False)
     for wanted, backends, runner_v2 in product(
@@ -112,7 +112,7 @@ def supported(setup: EngineSetup, target: Target, release: str = "") -> EngineSe
 def _draws(setup: EngineSetup, release: str) -> bool:
     """Whether a setup is drawn in a release, though more run there."""
     mamba, ahead = MAMBA in setup.groups, setup.async_scheduling and setup.drafts > 0
-    since = [MAMBA_SINCE["Mamba"]] * mamba + [AHEAD_SINCE] * ahead
+    since = [MAMBA_SINCE] * mamba + [AHEAD_SINCE] * ahead
     return not release or all(Version(release) >= Version(first) for first in since)
 
 
@@ -137,7 +137,8 @@ class OffloadMachine(RuleBasedStateMachine):
     REQUIRED: ClassVar[frozenset[str]] = frozenset()
     """The events without which a run is hollow."""
     SINCE: ClassVar[Mapping[str, str]] = {}
-    """Required event -> the first release that can reach it, if older ones that kvspec runs on can't."""
+    """Required event -> the first release in which it is reached, if kvspec runs older ones: they can't, or such
+    engines aren't drawn there."""
     SETUPS: ClassVar[Choices]
     setups: ClassVar[st.SearchStrategy[EngineSetup]]
     target: ClassVar[Target]

@@ -46,4 +46,4 @@ class MultiMachine(OffloadMachine):
             "draft rejected",
         }
     )
-    SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE
+    SINCE: ClassVar[Mapping[str, str]] = {"Mamba": MAMBA_SINCE}

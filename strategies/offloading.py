@@ -23,9 +23,9 @@ WINDOWS: tuple[dict[str, Any], ...] = (
     {"groups": (FULL, _window(8, block_size=8)), "blocks_per_chunk": 1},
     {"groups": (_window(20, block_size=8), FULL), "blocks_per_chunk": 1},
 )
-"""Windows of several chunks, so that a hit needs a row of them, and can have a part of that; also ones that are
-multiples of a chunk, as in most models; with shorter and with longer blocks than full attention's. Hits that end inside
-a block of another group are short, so long chunks would leave few of them."""
+"""Windows of one to five chunks (a hit needs a row of them, and can have a part of that), some of them multiples of a
+chunk, as in most models; with shorter and with longer blocks than full attention's. Those with longer ones have chunks
+of one block: a hit that is made of two blocks never ends inside one that is twice as long."""
 
 SETUPS: Choices = {
     "shape": (*SHAPES, *WINDOWS),
@@ -55,6 +55,7 @@ class OffloadingMachine(OffloadMachine):
         {
             "context parallelism",
             "several groups",
+            "unequal groups",
             "Mamba",
             "store",
             "load",
@@ -93,8 +94,9 @@ class OffloadingMachine(OffloadMachine):
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = {
-        **MAMBA_SINCE,
+        "Mamba": MAMBA_SINCE,
         "several groups": "0.21.0",  # before, the connector isn't one for hybrid memory (SupportsHMA)
+        "unequal groups": "0.21.0",
         "context parallelism": "0.21.0",  # before, it doesn't count the ranks that share a block
         "kernel copy": "0.23.0",  # before, there is no v1/kv_offload/cpu/swap_blocks_triton.py
         "prompts only": "0.23.0",  # before, there is no offload_prompt_only

@@ -57,4 +57,4 @@ class SimpleOffloadMachine(OffloadMachine):
             "draft rejected",
         }
     )
-    SINCE: ClassVar[Mapping[str, str]] = MAMBA_SINCE
+    SINCE: ClassVar[Mapping[str, str]] = {"Mamba": MAMBA_SINCE}

@@ -107,7 +107,7 @@ class Traffic:
             "onward": self._onward,
             "step": lambda rng: Step(rng.choice(STEPS), rng.getrandbits(16)),
             "abort": self._abort,
-            "finish": lambda rng: self._on_live(rng, Finish),
+            "finish": self._finish,
             "reset_gpu": lambda rng: Reset(running=rng.random() < 0.5),
             "reset_all": lambda rng: Reset(running=rng.random() < 0.5, connector=True),
             "advance": lambda rng: Advance(rng.getrandbits(16)),
@@ -178,6 +178,6 @@ class Traffic:
         live = (self._world.loading() if rng.random() < 0.75 else None) or self._world.live()
         return Abort(rng.choice(live), in_step=rng.random() < 0.4) if live else None
 
-    def _on_live(self, rng: random.Random, make: Callable[[str], Op]) -> Op | None:
+    def _finish(self, rng: random.Random) -> Op | None:
         live = self._world.live()
-        return make(rng.choice(live)) if live else None
+        return Finish(rng.choice(live)) if live else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 import signal
@@ -13,10 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvspec import world
 from kvspec.bench import MINIMISED_SEEDS, NO_RELEASE, NOT_BUILT, Case, Row, load_cases, why_not
 from kvspec.cli import main
+from kvspec.equality import reached
 from kvspec.events import Counts, Effort
 from kvspec.findings import Key
+from kvspec.laws import LAWS
+from kvspec.model.clauses import CLAUSES
 from kvspec.model.profile import RELEASES
 from kvspec.report.bench import Figures, chart, median_interval, share_interval
 
@@ -244,7 +249,7 @@ CASES = load_cases(ROOT / "tests" / "bugs" / "cases.toml")
 
 
 HIDDEN_SINCE = {"offload-load-before-compute": "0.24.0"}
-"""Bugs that a history can't reach any more from a release on, though it has them."""
+"""Case -> the release from which on the machine's histories don't reach its bug, though it is there."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -254,6 +259,15 @@ def test_a_case_runs_on_the_newest_release_that_shows_its_bug(case: Case) -> Non
     assert case.counts
     assert case.events
     assert not why_not(case) or why_not(case) in (NOT_BUILT, NO_RELEASE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_a_case_asks_for_and_leaves_out_exists_and_can_be_found(case: Case) -> None:
+    events = reached.EVENTS.get(case.target, world.EVENTS)
+    laws = LAWS.keys() | CLAUSES.keys()
+    assert set(case.events) <= events.keys()
+    assert set(case.without) <= events.keys() | laws
+    assert all(fnmatch.filter(laws - set(case.without), counts.law) for counts in case.counts)
 
 
 def test_cases_have_names_of_their_own() -> None:

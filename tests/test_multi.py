@@ -61,6 +61,10 @@ def test_an_engine_is_drawn_that_the_release_runs(multi: Target) -> None:
         assert not multi.refusal(supported(drawn, multi))
 
 
+def test_what_a_shape_says_wins_over_a_choice_of_its_own() -> None:
+    assert setup_of(shape={"blocks_per_chunk": 1}, blocks_per_chunk=4).blocks_per_chunk == 1
+
+
 def test_two_connectors_that_would_open_one_shared_memory_file_are_refused(
     multi: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

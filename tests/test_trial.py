@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,27 @@ def test_a_history_that_met_what_another_bug_shows_with_does_not_count(
 
     assert sighted("another event", "ANOTHER-1")
     assert not sighted(met)
+
+
+def test_a_short_history_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a history another bug's isn't brought in when it is made short; nor is what it needs lost."""
+    monkeypatch.setattr(toy, "DEFECTS", {"bug"})
+    door = Wanted("door", (Counts("DOOR-1"),), events=("second request",), without=("third request",))
+
+    def ran(history: History) -> toy.Outcome:
+        outcome = toy.run(history)
+        adds = sum(isinstance(op, Add) for op in history.ops)
+        outcome.reached += Counter({"second request": adds >= 2, "third request": adds >= 3})
+        return outcome
+
+    class Counting(toy.ToyMachine):
+        def teardown(self) -> None:
+            self.sink(self.world, ran(self.world.history()))
+
+    events = {**toy.suite.events, "second request": "a second request came"}
+    told = run(Suite(Counting, ran, events, toy.suite.rules_max), wanted=(door,), budget_cpu_s=4.0)
+    (short,) = (event.history for event in told if isinstance(event, Sighted))
+    assert sum(isinstance(op, Add) for op in short.ops) == 2
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)

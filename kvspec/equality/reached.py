@@ -54,6 +54,7 @@ OFFLOAD_EVENTS = {
     "hit": "a request had a hit in the tier",
     "hit-after-local": "a request had a hit in the tier, after one on the GPU",
     "hit-proven": "a request had a hit in the tier, with a chunk behind it for layers of a draft model",
+    "unmarked-drafts": "a draft model's layers were in no marked group",
     "held-back": "a last chunk wasn't stored yet, as a draft that is rejected could change it",
     "asked-again": "a request was told to ask again",
     "loaded": "a request began to load",
@@ -133,7 +134,9 @@ REQUIRED: Mapping[str, Mapping[str, Callable[[Profile], bool]]] = {
         "reset": lambda profile: profile.offload_reset,
         "stored-at-end": lambda profile: profile.stores_at_end,
         "given-away": lambda profile: profile.offload_policies,
-        **dict.fromkeys({"held-back", "hit-proven"}, lambda profile: profile.draft_tail is not DraftTail.NOWHERE),
+        **dict.fromkeys(
+            {"held-back", "hit-proven", "unmarked-drafts"}, lambda profile: profile.draft_tail is not DraftTail.NOWHERE
+        ),
     },
 }
 """Level -> events that a run of it must reach -> whether a release can."""

@@ -6,8 +6,8 @@ CPU tier (``tiers``). Each request has a *store index* for each group: the next 
 and admitted by the engine; then, in each step that schedules it, its chunks that have become full are offered to the
 tier. Transfers are *jobs*: planned in one step, reported by the workers in a later one.
 
-Not modelled: Mamba and chunked-local groups, partial tails (0.28.0 and later),
-sparse retention, loads within a step (0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
+Not modelled: Mamba and chunked-local groups, partial tails (0.28.0 and later), sparse retention, loads within a step
+(0.33.0), tier filters, ``max_load_tokens``; metrics; the contents of events.
 """
 
 from __future__ import annotations
@@ -268,6 +268,7 @@ class Offloader:
         """LOOKUP-6. A hit of a group with draft layers needs one chunk more than it is long: what these keep of a
         token depends on the next one.
 
+        Groups are those that are marked; if none is, none (0.24.0 to 0.29.0 take all, a known issue).
         The chunk may lie one behind what other groups have found; full attention's too, with
         ``Profile.full_groups_look_further``. A group has shown it until one without draft layers shortens the hit.
 
@@ -610,7 +611,7 @@ class Offloader:
     @clause
     def is_held_back(self, request: OffloadRequest, group: int, tokens: int) -> bool:
         """STORE-16. The last chunk of a group with draft layers isn't stored yet, as a draft that is rejected could
-        change it; how long that is so is ``Profile.draft_tail``.
+        change it; how long that is so is ``Profile.draft_tail``. Which groups: see LOOKUP-6.
 
         Source: vLLM 0.33.0, distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py,
         RequestOffloadState.storable_chunks.

@@ -932,7 +932,7 @@ KNOWN_ISSUES = (
         "STORE-16",
         "0.24.0",
         "0.30.0",
-        "If no group is marked as a draft model's, all count as such: a window of one chunk never has a hit then.",
+        "If no group is marked as a draft model's, all count as such, and a hit needs one chunk more of each.",
         "vllm#52735",
         ("index",),
     ),

@@ -131,7 +131,12 @@ _CLAUSES: dict[str, Planted] = {
     "STORE-8": ("index", F, "_is_refused", _answers(False)),
     "STORE-9": ("index", F, "_advance", _stays),
     "STORE-10": ("index", F, "_range", lambda f: lambda self, r, g, n: range(0, f(self, r, g, n).stop)),
-    "STORE-11": ("index", F, "_is_worth_it", lambda f: lambda self, r, g, c, *a: r.table[g][c] != NULL),
+    "STORE-11": (
+        "index",
+        F,
+        "_is_worth_it",
+        lambda f: lambda self, r, g, c, *a: r.table[g][(c + 1) * self.chunk_blocks - 1] == NULL or f(self, r, g, c, *a),
+    ),
     "STORE-12": ("index", F, "_is_in_tail", _answers(True)),
     "STORE-13": ("index", F, "_wanted", lambda f: lambda self, g, blocks, end: [True for _ in blocks]),
     "STORE-14": ("index", F, "reset", _keeps_index),

@@ -236,7 +236,7 @@ class MultiTier:
     def keys_to_store(self, key: bytes) -> Iterable[bytes]:
         """Each backend is told of every request and every step, whichever of them loads.
 
-        Source: vLLM 0.22.1 and 0.33.0, multi_connector.py (update_state_after_alloc, build_connector_meta); up to 0.26
+        Source: vLLM 0.22.1 and 0.33.0, multi_connector.py (update_state_after_alloc, build_connector_meta); up to 0.25
         those that don't load are told of no blocks, and SimpleCPUOffload takes its blocks from the step.
         """
         return [
