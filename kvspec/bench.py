@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -65,7 +65,7 @@ NO_RELEASE = "no supported release has it"
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A real, public bug. ``tests/bugs/cases.toml`` says what the fields mean and how they were chosen."""
 
-    id: str
+    id: Annotated[str, msgspec.Meta(pattern="^[a-z0-9-]+$")]
     target: str
     refs: list[int]
     kind: str
@@ -157,11 +157,17 @@ class Bench:
 def load_cases(file: Path) -> list[Case]:
     """Read cases. KvspecError names the file and what is wrong with it."""
     try:
-        return msgspec.convert(tomllib.loads(file.read_text())["case"], list[Case])
+        cases = msgspec.convert(tomllib.loads(file.read_text()).get("case", []), list[Case])
     except FileNotFoundError as error:
         raise KvspecError(f"There are no cases at {file}; run this in a clone of kvspec.") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, msgspec.ValidationError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise KvspecError(f"{file} can't be read as cases: {error}.") from error
+    if not cases:
+        raise KvspecError(f"{file} has no cases; each begins with [[case]].")
+    twice = [id for id, count in Counter(case.id for case in cases).items() if count > 1]
+    if twice:
+        raise KvspecError(f"{file} has two cases with the id {twice[0]!r}; give each one of its own.")
+    return cases
 
 
 def is_built(target: str) -> bool:

@@ -244,7 +244,7 @@ def bench(
     with ExitStack() as stack:
         terminal = stack.enter_context(BenchTerminal(console))
         done = run_bench(plan, header, resume, prepared_target, terminal)
-    files = write_reports(done, _command(plan, names, targets, only))
+    files = write_reports(done, _command(plan, names, targets, only, cases))
     for line in summary(done):
         console.print(line)
     for file in files:
@@ -283,7 +283,7 @@ def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str]) -> Be
     )
 
 
-def _command(plan: BenchPlan, names: Sequence[str], targets: Sequence[str], only: str | None) -> str:
+def _command(plan: BenchPlan, names: Sequence[str], targets: Sequence[str], only: str | None, cases: Path) -> str:
     """Return the command that repeats a benchmark."""
     words = ["kvspec", "bench", "--seeds", str(plan.seeds), "--budget", f"{plan.budget_cpu_s:g}s"]
     if plan.silent_budget_cpu_s != plan.budget_cpu_s:
@@ -291,6 +291,8 @@ def _command(plan: BenchPlan, names: Sequence[str], targets: Sequence[str], only
     words += [word for name in names for word in ("--case", name)]
     words += [word for target in targets for word in ("--target", target)]
     words += ["--only", only] if only else []
+    words += ["--cases", str(cases)] if cases != CASES else []
+    words += ["--defects", str(plan.registry)] if plan.registry != DEFECTS else []
     return shlex.join(words + ["--ablate"] * bool(plan.ablations))
 
 

@@ -5,6 +5,7 @@ at once, and tells of each what a trial for it alone would have told.
 """
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from kvspec.world import Outcome, World
 
 WARM_UP_HISTORIES = 5
+
+_LAW = re.compile(r"[A-Z]+-\d+")
 
 _CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, RAW: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
 """Class attributes of a machine that make it do without something."""
@@ -123,7 +126,8 @@ class _Run:
     def run(self) -> None:
         """Make histories until all that is wanted was found, the budget is used up, or ``stopping`` is true."""
         for wanted in self._trial.wanted:
-            if missing := sorted(set(wanted.events) - self._suite.events.keys()):
+            events = {*wanted.events, *(word for word in wanted.without if not _LAW.fullmatch(word))}
+            if missing := sorted(events - self._suite.events.keys()):
                 del self._open[wanted.name]
                 self._emit(Unreachable(job=self._job.job, trial=self._number, wanted=wanted.name, events=missing))
         self._to_the_end &= bool(self._open)

@@ -209,12 +209,15 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
 ) -> None:
     toy("bug")
     asked = [("door", "toy:suite", "door"), ("loft", "toy:suite", "loft"), ("new", "vllm-new", "door")]
-    Path("cases.toml").write_text("".join(CASE.format(id=i, target=t, event=e) for i, t, e in asked))
+    window = CASE.format(id="window", target="toy:suite", event="door") + 'without = ["ROOF1"]\n'
+    Path("cases.toml").write_text("".join(CASE.format(id=i, target=t, event=e) for i, t, e in asked) + window)
     status, output = bench("--cases", "cases.toml", "--only", "bugs", "--seeds", "1", "--budget", "2s")
     assert status == 1
     assert "toy-door, as it is, seed 0: found after" in output
     assert "NOT SILENT, DOOR-1" in output
     assert "toy-loft: the machine never makes the event 'loft'" in output
+    assert "toy-window: the machine never makes the event 'ROOF1'" in output
+    assert "--only bugs --cases cases.toml --defects planted" in Path("out/bench.md").read_text()
     assert f"{NOT_BUILT} (vllm-new): toy-new" in output
     alone = ["--case", "toy-loft", "--seeds", "1", "--output", "alone"]
     status, output = bench("--cases", "cases.toml", "--only", "bugs", *alone)
@@ -233,6 +236,7 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
         (["--cases", "missing.toml"], "There are no cases at missing.toml; run this in a clone of kvspec."),
         (["--defects", "missing"], "missing holds no registry of planted defects; run this in a clone of kvspec."),
         (["--cases", "planted/__init__.py"], "can't be read as cases"),
+        (["--cases", "/dev/null"], "has no cases"),
         (["--output", "/dev/null/x", "--case", "the_door_is_left_shut"], "choose another --output"),
     ],
 )

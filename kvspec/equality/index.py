@@ -17,7 +17,7 @@ from kvspec.model.keys import Key, Text
 from kvspec.model.offload import Job, Offloader, OffloadRequest, Row, Transfer
 from kvspec.model.offload import Plan as ModelPlan
 from kvspec.model.pool import NULL
-from kvspec.model.profile import Profile, StoreMask, known_issues
+from kvspec.model.profile import Profile, StoreMask
 from kvspec.model.tiers import Access, Answer, Placed, Tier
 from kvspec.targets.vllm import offload_index as target
 
@@ -67,10 +67,9 @@ class IndexPair(EndsAtKnown):
         self.tier: Tier[Key] = Tier(setup.slots, profile, setup.policy, events=True, tie=self._raw)
         unmarked = setup.drafts > 0 and not any(group.eagle for group in setup.groups)
         self.reached["unmarked-drafts"] += unmarked
-        takes_all = unmarked and "offload-unmarked-drafts" in known_issues(profile.release)
-        self.release_groups = tuple(replace(group, eagle=group.eagle or takes_all) for group in setup.groups)
-        """The groups, those marked that the release takes for a draft model's."""
-        self.groups = self.release_groups if "offload-unmarked-drafts" in self.avoid else setup.groups
+        self.may_be_drafted = tuple(replace(group, eagle=group.eagle or unmarked) for group in setup.groups)
+        """The groups, those marked that a draft model's layers may be in: all, if none is marked."""
+        self.groups = self.may_be_drafted if "offload-unmarked-drafts" in self.avoid else setup.groups
         if self.groups != setup.groups:
             self.reached["known:offload-unmarked-drafts"] += 1
         self.model = Offloader(
@@ -281,7 +280,7 @@ class IndexPair(EndsAtKnown):
             return "LOOKUP-1"
         if None in answers and self.agreed:
             return "LOOKUP-5"
-        return "LOOKUP-6" if any(group.eagle for group in self.release_groups) else "LOOKUP-2"
+        return "LOOKUP-6" if any(group.eagle for group in self.may_be_drafted) else "LOOKUP-2"
 
     def _admitted(self, answer: Any, name: str, rows: Rows, found: Sequence[Sequence[bool]], external: int) -> None:
         self._check_hits(name, rows, found, external)
@@ -361,7 +360,7 @@ class IndexPair(EndsAtKnown):
         tokens = self.model.offloadable(request, offer.scheduled)
         if chunk < offer.before[group]:
             return "STORE-10"
-        if self.release_groups[group].eagle and chunk == tokens // self.model.chunk_tokens[group] - 1:
+        if self.may_be_drafted[group].eagle and chunk == tokens // self.model.chunk_tokens[group] - 1:
             return "STORE-16"
         if (is_full and only_ours) or chunk >= tokens // self.model.chunk_tokens[group]:
             return "STORE-6"
