@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 WARM_UP_HISTORIES = 5
 
 _LAW = re.compile(r"[A-Z]+-\d+")
+"""Of what ``without`` names; all else must be an event."""
 
 _CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, RAW: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
 """Class attributes of a machine that make it do without something."""
@@ -170,7 +171,7 @@ class _Run:
             steps=self._effort.steps + outcome.steps,
         )
         keys = dict.fromkeys(violation_key(self._job.target, violation) for violation in outcome.violations)
-        self._note(keys, world, outcome.reached.keys())
+        self._note(keys, world, _met(outcome))
         self._tell_progress(outcome.steps)
         if self._is_over() or not self._is_wanted(self._open.keys() - self._sighted.keys()):
             raise _TrialOver
@@ -182,9 +183,7 @@ class _Run:
             self._emit(self._since)
             self._since, self._since_s = Progress(job=self._job.job), time.monotonic()
 
-    def _note(self, keys: Collection[Key], world: "World", reached: Set[str]) -> None:
-        """Take what a history has broken, and the events that it has reached."""
-        met = reached | {key.law for key in keys}
+    def _note(self, keys: Iterable[Key], world: "World", met: Set[str]) -> None:
         for key in keys:
             self._seen[key] += 1
             if key not in self._issues:
@@ -222,8 +221,7 @@ class _Run:
                 outcome = self._suite.run(history)
             except SetupRefused:  # a simpler setup that the release doesn't run
                 return []
-            met = outcome.reached.keys() | {violation.law for violation in outcome.violations}
-            if not self._is_counted(wanted, key, met):
+            if not self._is_counted(wanted, key, _met(outcome)):
                 return []
             return [v.message for v in outcome.violations if violation_key(self._job.target, v) == key]
 
@@ -256,6 +254,11 @@ class _Run:
                 seen=sighting.seen,
             )
         )
+
+
+def _met(outcome: "Outcome") -> Set[str]:
+    """Return the events that a history has reached, and the laws that it has broken."""
+    return outcome.reached.keys() | {violation.law for violation in outcome.violations}
 
 
 class _TrialOver(BaseException):

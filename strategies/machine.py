@@ -77,7 +77,8 @@ def setup_of(**chosen: Any) -> EngineSetup:
     """Return the setup that some choices mean. The more groups, and with drafts, the larger the pools."""
     fields = {name: value for name, value in chosen.items() if not isinstance(value, Mapping)}
     for value in chosen.values():
-        fields |= value if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            fields |= value
     setup = EngineSetup(**fields)
     groups, gpu_blocks = len(setup.groups), setup.gpu_blocks + DRAFT_BLOCKS * bool(setup.drafts)
     return structs.replace(setup, gpu_blocks=gpu_blocks * groups, cpu_blocks=setup.cpu_blocks * groups)
@@ -136,7 +137,7 @@ class OffloadMachine(RuleBasedStateMachine):
 
     REQUIRED: ClassVar[frozenset[str]] = frozenset()
     """The events without which a run is hollow."""
-    SINCE: ClassVar[Mapping[str, str]] = {}
+    SINCE: ClassVar[Mapping[str, str]] = {"Mamba": MAMBA_SINCE}
     """Required event -> the first release in which it is reached, if kvspec runs older ones: they can't, or such
     engines aren't drawn there."""
     SETUPS: ClassVar[Choices]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from kvspec.ops import BACKENDS
-from strategies.machine import MAMBA_SINCE, Choices, OffloadMachine, setups
+from strategies.machine import Choices, OffloadMachine, setups
 from strategies.offloading import SETUPS as OFFLOADING_SETUPS
 
 SETUPS: Choices = {**OFFLOADING_SETUPS, "backends": BACKENDS, "lazy": (False, False, False, True)}
@@ -46,4 +45,3 @@ class MultiMachine(OffloadMachine):
             "draft rejected",
         }
     )
-    SINCE: ClassVar[Mapping[str, str]] = {"Mamba": MAMBA_SINCE}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvspec.ops import AttentionGroup
-from strategies.machine import DRAFTERS, FULL, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import DRAFTERS, FULL, SHAPES, Choices, OffloadMachine, setups
 
 
 def _window(tokens: int, block_size: int = 0) -> AttentionGroup:
@@ -94,7 +94,7 @@ class OffloadingMachine(OffloadMachine):
         }
     )
     SINCE: ClassVar[Mapping[str, str]] = {
-        "Mamba": MAMBA_SINCE,
+        **OffloadMachine.SINCE,
         "several groups": "0.21.0",  # before, the connector isn't one for hybrid memory (SupportsHMA)
         "unequal groups": "0.21.0",
         "context parallelism": "0.21.0",  # before, it doesn't count the ranks that share a block

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from strategies.machine import DRAFTERS, MAMBA_SINCE, SHAPES, Choices, OffloadMachine, setups
+from strategies.machine import DRAFTERS, SHAPES, Choices, OffloadMachine, setups
 
 SETUPS: Choices = {
     "shape": SHAPES,
@@ -57,4 +56,3 @@ class SimpleOffloadMachine(OffloadMachine):
             "draft rejected",
         }
     )
-    SINCE: ClassVar[Mapping[str, str]] = {"Mamba": MAMBA_SINCE}

@@ -18,6 +18,7 @@ from kvspec import world
 from kvspec.bench import MINIMISED_SEEDS, NO_RELEASE, NOT_BUILT, Case, Row, load_cases, why_not
 from kvspec.cli import main
 from kvspec.equality import reached
+from kvspec.errors import KvspecError
 from kvspec.events import Counts, Effort
 from kvspec.findings import Key
 from kvspec.laws import LAWS
@@ -274,8 +275,12 @@ def test_what_a_case_asks_for_and_leaves_out_exists_and_can_be_found(case: Case)
     assert all(fnmatch.filter(laws - set(case.without), counts.law) for counts in case.counts)
 
 
-def test_cases_have_names_of_their_own() -> None:
+def test_cases_have_names_of_their_own(tmp_path: Path) -> None:
     assert len({case.id for case in CASES}) == len(CASES)
+    file = tmp_path / "cases.toml"
+    file.write_text(2 * CASE.format(id="door", target="toy:suite", event="door"))
+    with pytest.raises(KvspecError, match="two cases with the id 'toy-door'"):
+        load_cases(file)
 
 
 def test_what_counts_is_a_law_an_op_and_a_place() -> None:
