@@ -91,7 +91,7 @@ INDEX = _law(
 )
 STORED = _law(
     "STORED-1",
-    "An eager CPU tier that has room stores each full block of a request that ends, if it can be hit on the GPU.",
+    "An eager CPU tier that has room stores each full block of a request that ends, if that can be hit on the GPU.",
     "A prefix that was never stored is computed again, and nobody notices.",
 )
 GPU_INDEX = _law(

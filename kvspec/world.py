@@ -449,9 +449,11 @@ class World:
             self._note_full_blocks(request)
 
     def _note_full_blocks(self, request: str) -> None:
-        """Note the keys that must get into the CPU tier."""
-        confirmed = self._engine.confirmed_tokens(request)
+        """Note the keys that must get into the CPU tier: those under which the request's own blocks are registered."""
+        confirmed, own = self._engine.confirmed_tokens(request), self._tables.get(request, set())
         for block in self._engine.full_blocks(request):
+            if own.isdisjoint(block.gpu_blocks):
+                continue
             place = "a running request" if block.stop <= confirmed else "the end of a request"
             self._to_be_stored.setdefault(block.key, place)
 

@@ -722,6 +722,19 @@ def test_a_request_that_waits_for_stores_without_end_is_stuck_and_told_from_othe
     assert (violation.law, violation.frame) == ("PROGRESS-1", "while stores go on")
 
 
+UNEQUAL = EngineSetup(
+    gpu_blocks=11, cpu_blocks=8, groups=(AttentionGroup(), AttentionGroup("sliding-window", block_size=8, reach=8))
+)
+
+
+def test_a_block_that_only_another_request_has_registered_need_not_be_stored(target: Target) -> None:
+    """What is computed of the second one ends before the end of a block of the longest group, so vLLM registers none of
+    it; the first one's block can be hit under the same key, but its own stores were before the reset."""
+    first, second = Add("C", 8, 1, trunk=1, max_tokens=1), Add("D", 4, 1, trunk=1, max_tokens=2)
+    outcome = play(target, UNEQUAL, first, Step(), Reset(connector=True), second, Settle())
+    assert outcome.reached["reset refused"]
+
+
 def test_every_event_is_reached_by_some_scenario() -> None:
     reached = {event for scenario in SCENARIOS.values() for event in scenario.reaches}
     assert reached == EVENTS.keys() - OFFLOADING_EVENTS.keys() - MULTI_EVENTS.keys()

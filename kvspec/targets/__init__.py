@@ -50,6 +50,8 @@ class FullBlock(NamedTuple):
     """Its key in the CPU tier."""
     stop: int
     """The position behind its last token."""
+    gpu_blocks: frozenset[int]
+    """The GPU blocks that are registered under the key, whoever has registered them."""
 
 
 class Probe(Protocol):

@@ -6,7 +6,7 @@ What differs between connectors (their CPU tier, the metadata of their transfers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -303,8 +303,13 @@ class ObservedEngine:
 
     def full_blocks(self, request: str) -> list[FullBlock]:
         stops = self._vllm.stops_of_full_blocks(request)
-        full = [(key, stops[key[-KEY_BYTES:]]) for key in self.gpu_index() if key[-KEY_BYTES:] in stops]
-        return [FullBlock(stored, stop) for key, stop in full for stored in self._tier.keys_to_store(key)]
+        registered = self._gpu_pool.cached_block_hash_to_block._cache
+        return [
+            FullBlock(stored, stops[key[-KEY_BYTES:]], frozenset(_ids(registered[key])))
+            for key in registered
+            if key[-KEY_BYTES:] in stops
+            for stored in self._tier.keys_to_store(key)
+        ]
 
     def confirmed_tokens(self, request: str) -> int:
         return self._confirmed.get(request, 0)
@@ -391,10 +396,12 @@ def view_pool(name: str, pool: Any) -> PoolView:
 
 def index_of_pool(pool: Any) -> dict[bytes, int]:
     """Return the block that a lookup of each key gives: the first one that was inserted and is still there."""
-    return {
-        key: (next(iter(blocks)) if isinstance(blocks, dict) else blocks.block_id)
-        for key, blocks in pool.cached_block_hash_to_block._cache.items()
-    }
+    return {key: next(iter(_ids(blocks))) for key, blocks in pool.cached_block_hash_to_block._cache.items()}
+
+
+def _ids(blocks: Any) -> Collection[int]:
+    """Return the ids of what the pool keeps under a key: a block, or several by their ids."""
+    return blocks if isinstance(blocks, dict) else (blocks.block_id,)
 
 
 def _plan(output: Any, transfers: Transfers) -> Plan:
