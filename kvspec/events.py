@@ -69,13 +69,13 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     doesn't count."""
 
 
-FAIR, RAW, NO_LIVE_PREFIXES = "fair-device", "raw-driver", "no-live-prefixes"
+FAIR, MUTATED, NO_LIVE_PREFIXES = "fair-device", "mutated-histories", "no-live-prefixes"
 ABLATIONS = {
     FAIR: "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
-    RAW: "the same choices drawn evenly from a seed, without Hypothesis",
+    MUTATED: "Hypothesis' own choices: most histories are a change of the one before, and small numbers are preferred",
     NO_LIVE_PREFIXES: "no prompt is repeated or continued on purpose",
 }
-"""What a trial's machine can be made to do without, and what that means."""
+"""How a trial's machine can be made weaker, and what that means."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     budget_cpu_s: float
     wanted: tuple[Wanted, ...]
     ablation: str = ""
-    """What the machine has to do without; see ABLATIONS."""
+    """How the machine is made weaker; see ABLATIONS."""
     defect: str = ""
     """A planted defect, by name."""
     to_the_end: bool = False
@@ -169,11 +169,11 @@ class FindingFound(Event, frozen=True, kw_only=True):
 
 
 class Nondeterminism(Event, frozen=True, kw_only=True):
-    """A history ran differently the second time; without a history, the machine's own draws did."""
+    """A history ran differently the second time."""
 
     job: int
     message: str
-    history: AnyHistory | None
+    history: AnyHistory
 
 
 class Replayed(Event, frozen=True, kw_only=True):

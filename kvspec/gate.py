@@ -248,8 +248,8 @@ class Tally:
             case FindingFound():
                 yield from self._report(event.finding, stored=False)
             case Nondeterminism():
-                file = self._store.save_nondeterminism(event.history) if event.history else None
-                self._nondeterminism.append(event.message + (f"; `kvspec replay {file}` runs it twice" if file else ""))
+                file = self._store.save_nondeterminism(event.history)
+                self._nondeterminism.append(f"{event.message}; `kvspec replay {file}` runs it twice")
             case WorkerFailed():
                 # What is wrong with the set-up is wrong for every worker.
                 if event.message not in [failure.message for failure in self._failures]:

@@ -17,17 +17,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
 import kvspec
+from kvspec.choices import BACKEND
 from kvspec.errors import KvspecError, SetupRefused
 from kvspec.events import (
     Event,
@@ -70,7 +71,9 @@ SETTINGS = settings(
     deadline=None,
     print_blob=False,
     derandomize=False,
+    backend=BACKEND,
 )
+"""Of a search. All is said, as Hypothesis' own profile in CI would repeat the same histories for ever."""
 
 
 @dataclass(frozen=True)
@@ -161,12 +164,8 @@ class Search:
     def _round(self, number: int) -> None:
         """Let Hypothesis make histories until it has made a round, or one of them needs a closer look."""
         machine = type(self._suite.machine.__name__, (self._suite.machine,), {"sink": staticmethod(self._ended)})
-        try:
+        with suppress(_RoundOver):
             run_machine(machine, round_seed(self._job.seed, self._job.job, number), self._suite.rules_max)
-        except _RoundOver:
-            pass
-        except (Flaky, FlakyStrategyDefinition) as error:
-            self._tell_nondeterminism(f"the machine drew differently after the same start: {error}", None)
 
     def _ended(self, world: "World", outcome: "Outcome") -> None:
         """Take one history; the machine calls this at its end."""
@@ -260,7 +259,7 @@ class Search:
     def _key(self, violation: Any) -> Key:
         return violation_key(self._job.target, violation)
 
-    def _tell_nondeterminism(self, message: str, history: AnyHistory | None) -> None:
+    def _tell_nondeterminism(self, message: str, history: AnyHistory) -> None:
         self._nondeterminism_count += 1
         if self._nondeterminism_count <= NONDETERMINISM_MAX:
             self._emit(Nondeterminism(job=self._job.job, message=message, history=history))
@@ -292,9 +291,9 @@ def round_seed(seed: int, job: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{job}:{number}".encode()).digest()[:8])
 
 
-def run_machine(machine: type[RuleBasedStateMachine], number: int, rules_max: int) -> None:
+def run_machine(machine: type[RuleBasedStateMachine], number: int, rules_max: int, backend: str = BACKEND) -> None:
     """Let Hypothesis make a round of histories from a seed; the machine's sink may leave it by a BaseException."""
-    profile = settings(SETTINGS, stateful_step_count=rules_max)
+    profile = settings(SETTINGS, stateful_step_count=rules_max, backend=backend)
     run_state_machine_as_test(seed(number)(machine), settings=profile)
 
 

@@ -4,7 +4,6 @@ The histories of a seed don't depend on what is wanted, nor on what is found. So
 at once, and tells of each what a trial for it alone would have told.
 """
 
-import random
 import re
 import time
 from collections import Counter
@@ -13,16 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine
 from msgspec.structs import replace
 
+from kvspec.choices import BACKEND
 from kvspec.defects import load_defects, planted
 from kvspec.errors import KvspecError, SetupRefused
 from kvspec.events import (
     FAIR,
+    MUTATED,
     NO_LIVE_PREFIXES,
-    RAW,
     Effort,
     Event,
     Nondeterminism,
@@ -43,7 +42,6 @@ from kvspec.known import known_as
 from kvspec.search import (
     MINIMISE_CPU_S,
     PROGRESS_INTERVAL_S,
-    ROUND_HISTORIES,
     Suite,
     implementation_version,
     round_seed,
@@ -60,7 +58,7 @@ WARM_UP_HISTORIES = 5
 _LAW = re.compile(r"[A-Z]+-\d+")
 """Of what ``without`` names; all else must be an event."""
 
-_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, RAW: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
+_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, MUTATED: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
 """Class attributes of a machine that make it do without something."""
 
 
@@ -114,6 +112,7 @@ class _Run:
         self._stopping = stopping
         self._release = implementation_version(job.target)
         self._machine = _without(suite.machine, self._trial.ablation, self._ended)
+        self._backend = "hypothesis" if self._trial.ablation == MUTATED else BACKEND
         self._open = {wanted.name: wanted for wanted in self._trial.wanted}
         self._sighted: dict[str, _Sighting] = {}
         self._effort = Effort()
@@ -136,13 +135,10 @@ class _Run:
         while self._is_wanted(self._open) and not self._is_over():
             before = self._effort.histories
             self._clock_s = time.process_time() - self._effort.cpu_s
-            try:
-                self._round(number)
-            except _TrialOver:
-                pass
-            except (Flaky, FlakyStrategyDefinition) as error:
-                message = f"the machine drew differently after the same start: {error}"
-                self._emit(Nondeterminism(job=self._job.job, message=message, history=None))
+            with suppress(_TrialOver):
+                run_machine(
+                    self._machine, round_seed(self._trial.seed, 0, number), self._suite.rules_max, self._backend
+                )
             if self._effort.histories == before:
                 raise KvspecError(f"The machine of {self._job.target} makes no history.")
             for name in list(self._sighted):
@@ -151,15 +147,6 @@ class _Run:
         if not self._stopping():
             done = TrialDone(job=self._job.job, trial=self._number, effort=self._so_far(), seen=self._all_seen())
             self._emit(done)
-
-    def _round(self, number: int) -> None:
-        seed = round_seed(self._trial.seed, 0, number)
-        if self._trial.ablation != RAW:
-            run_machine(self._machine, seed, self._suite.rules_max)
-            return
-        rng = random.Random(seed)
-        for _ in range(ROUND_HISTORIES):
-            self._machine.raw(rng, self._suite.rules_max)  # type: ignore[attr-defined]
 
     def _ended(self, world: "World", outcome: "Outcome") -> None:
         """Take one history; the machine calls this at its end."""
@@ -270,7 +257,6 @@ def _without(
 ) -> type[RuleBasedStateMachine]:
     """Return the machine with a sink, and without what an ablation takes away. KvspecError if it can't be taken."""
     changes = _CHANGES[ablation] if ablation else {}
-    needed = {"raw"} if ablation == RAW else set(changes)
-    if missing := sorted(name for name in needed if not hasattr(machine, name)):
+    if missing := sorted(name for name in changes if not hasattr(machine, name)):
         raise KvspecError(f"{machine.__name__} has no {', '.join(missing)}, so it can't do the ablation {ablation}.")
     return type(machine.__name__, (machine,), {**changes, "sink": staticmethod(sink)})

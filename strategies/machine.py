@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,10 +15,9 @@ from packaging.version import Version
 from kvspec.ops import BACKENDS, AttentionGroup, EngineSetup
 from kvspec.targets import Target
 from kvspec.world import Outcome, World
-from strategies.traffic import MIXES, SEEDS, Mix, Traffic, chosen, drawn, mixes
+from strategies.traffic import SEEDS, Mix, Traffic, drawn, mixes
 
-ADVERSARY_NAMES = ("random", "random", "pct:1", "pct:3", "fair")
-ADVERSARIES = st.sampled_from(ADVERSARY_NAMES)
+ADVERSARIES = st.sampled_from(("random", "random", "pct:1", "pct:3", "fair"))
 
 Choices = Mapping[str, Sequence[Any]]
 """Fields of an EngineSetup, and the values to choose from; what is listed twice is drawn twice as often.
@@ -161,10 +159,7 @@ class OffloadMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data(), mix=mixes(), adversary=ADVERSARIES, seed=SEEDS)
     def start(self, data: st.DataObject, mix: Mix, adversary: str, seed: int) -> None:
-        self._start(data.draw(self.setups), mix, adversary, seed)
-
-    def _start(self, setup: EngineSetup, mix: Mix, adversary: str, seed: int) -> None:
-        setup = supported(setup, self.target, self.release)
+        setup = supported(data.draw(self.setups), self.target, self.release)
         self.world = World(self.target, setup, "fair" if self.fair else adversary, seed)
         self.traffic = Traffic(mix if self.live_prefixes else replace(mix, again=0, onward=0), self.world)
 
@@ -173,16 +168,6 @@ class OffloadMachine(RuleBasedStateMachine):
         assert self.world is not None
         for op in self.traffic.burst(seed):
             self.world.apply(op)
-
-    @classmethod
-    def raw(cls, rng: random.Random, rules: int) -> None:
-        """Make one history without Hypothesis: the same choices, each drawn evenly, and so many bursts."""
-        machine = cls()
-        setup, mix = chosen(setup_of, cls.SETUPS, rng), chosen(Mix, MIXES, rng)
-        machine._start(setup, mix, rng.choice(ADVERSARY_NAMES), rng.getrandbits(32))
-        for _ in range(rules):
-            machine.burst(seed=rng.getrandbits(32))
-        machine.teardown()
 
     def teardown(self) -> None:
         if self.world is None:

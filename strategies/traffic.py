@@ -84,11 +84,6 @@ def drawn(make: Callable[..., T], choices: Mapping[str, Sequence[Any]]) -> st.Se
     return st.builds(make, **{name: st.sampled_from(values) for name, values in choices.items()})
 
 
-def chosen(make: Callable[..., T], choices: Mapping[str, Sequence[Any]], rng: random.Random) -> T:
-    """Choose each argument of ``make`` evenly, without Hypothesis."""
-    return make(**{name: rng.choice(values) for name, values in choices.items()})
-
-
 def mixes() -> st.SearchStrategy[Mix]:
     """Draw a mix."""
     return drawn(Mix, MIXES)

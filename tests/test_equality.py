@@ -21,6 +21,7 @@ from kvspec.known import load_known
 from kvspec.laws import CRASH
 from kvspec.model.groups import Group, Kind
 from kvspec.model.keys import Content
+from kvspec.model.lookup import Finder
 from kvspec.model.offload import Offloader
 from kvspec.model.offload_ops import (
     Begin,
@@ -42,6 +43,7 @@ from kvspec.model.ops import (
     CoreHistory,
     Evict,
     Find,
+    Finish,
     Free,
     PoolSetup,
     Register,
@@ -50,6 +52,7 @@ from kvspec.model.ops import (
 )
 from kvspec.model.pool import BlockPool
 from kvspec.model.profile import KNOWN_ISSUES, profile_for
+from kvspec.model.requests import Hit
 from kvspec.model.step_ops import AbortOne, EngineStep, StepSetup, Submit
 from kvspec.ops import EQUALITIES, history_to_json
 from kvspec.search import SETTINGS, load_suite
@@ -251,6 +254,28 @@ def test_a_prompt_comes_again_with_its_content(target: Any, content: int, hits: 
     )
     history = CoreHistory("vllm-core", CacheSetup(blocks=60), requests)
     assert run_history(history).reached["hit"] == hits
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "answer", "clause", "reached"),
+    [
+        (Finder, "lookup", Hit(([],), 0, 0), "HIT-4", "hit"),
+        (Finder, "longest", 4, "HIT-1", "hit"),
+        (BlockPool, "touch", None, "ALLOC-5", "held-again"),
+    ],
+)
+def test_what_a_call_reaches_is_counted_though_the_sides_differ(
+    target: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, answer: Any, clause: str, reached: str
+) -> None:
+    monkeypatch.setattr(owner, name, lambda self, *arguments, **named: answer)
+    history = CoreHistory(
+        "vllm-core",
+        CacheSetup(blocks=60),
+        (Arrive(6), Schedule(tokens=40), Finish(), Arrive(again=1), Schedule(tokens=40)),
+    )
+    outcome = run_history(history)
+    assert [violation.law for violation in outcome.violations] == [clause]
+    assert outcome.reached[reached] == 1
 
 
 def test_a_call_that_the_model_cannot_follow_is_a_difference(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,7 @@ class CachePair:
                 real, new, hit.tokens if hit else 0, hit=hit is not None, delay=delay, **settings
             )
         )
+        self._count(request, hit, external, expect)
         self._agree_on_refusal(live, settings, hit, expect, actual)
         if self.profile.hits_inside:
             self._agree_on_copies(hit)
@@ -289,7 +290,6 @@ class CachePair:
         agree("STATE-2" if self.has_align else "ALLOC-7", expect, actual)
         self._agree_on_registration(live)
         self._compare(queue="ALLOC-7", references="ALLOC-5", hashes="PREFIX-4", rows="ALLOC-7")
-        self._count(request, hit, external, expect)
         return not (expect is None or isinstance(expect, Refused))
 
     def _scheduled(self, live: Live, computed: int, delay: bool) -> None:
@@ -345,7 +345,6 @@ class CachePair:
             agree("ALLOC-4", expected[2], seen[2])
             agree(clause, expected[3], seen[3])
         agree("ALLOC-3", len(counts[0]), len(counts[1]))
-        self._needed = counts[0][-1][3] if counts[0] else 0
         watermark = self.setup.watermark_percent and request.waiting and not settings["reserved"]
         agree("ALLOC-2" if watermark else "ALLOC-8", expect is None, actual is None)
 
@@ -411,10 +410,11 @@ class CachePair:
 
     def _lookup(self, live: Live) -> Hit | None:
         """Look a request up on both sides. None if they differ as a known issue makes them differ."""
-        if self.setup.caching and self._groups_differ(live):
-            return None
         hit = self.model.lookup(live.model)
         actual = Hit(*self.real.lookup(live.real))
+        self.reached["hit"] += max(hit.tokens, actual.tokens) > 0
+        if self.setup.caching and self._groups_differ(live):
+            return None
         text, limit = live.model.text, len(live.model.text.tokens) - 1
         if actual != hit and self._is_known(hit, actual):
             return None
@@ -504,16 +504,16 @@ class CachePair:
         self._nulls = sum(row.count(NULL) for row in self.model.tables.get(request.name, []))
 
     def _count(self, request: Request, hit: Hit | None, external: int, new: Any) -> None:
-        """Count the named events that a schedule reached."""
+        """Count the named events that a schedule reached, before anything is compared."""
         if isinstance(new, Refused):
             self.reached["refused"] += 1
         elif new is None:
+            needed = [call[-1] for call in self.calls if call[0] == "needed"]
             self.reached["refused"] += 1
-            self.reached["refused-by-reserve"] += self._needed <= len(self.model.pool.queue)
+            self.reached["refused-by-reserve"] += any(count <= len(self.model.pool.queue) for count in needed[-1:])
         else:
             taken = [block for row in new for block in row]
             self.reached["evicted"] += sum(self._hashes[block] is not None for block in taken)
-            self.reached["hit"] += hit is not None and hit.tokens > 0
             self.reached["hit-inside"] += hit is not None and hit.tokens % self.model.layout.alignment > 0
             self.reached["external"] += external > 0
             self.reached["checkpoint"] += any(self._kept)

@@ -251,13 +251,13 @@ class IndexPair(EndsAtKnown):
             raise Known("offload-readmit-with-store-in-flight")
         waits = bool(request.jobs)
         expect = self.model.lookup(request, local)
-        self._compare_searches()
-        agree(self._lookup_clause(request, waits, expect, answer[0]), expect, answer[0])
-        agree("LOOKUP-1", bool(expect), answer[1])
         self.reached["hit"] += bool(expect)
         self.reached["hit-proven"] += bool(expect and any(group.eagle for group in self.groups))
         self.reached["hit-after-local"] += bool(expect and local)
         self.reached["asked-again"] += expect is None
+        self._compare_searches()
+        agree(self._lookup_clause(request, waits, expect, answer[0]), expect, answer[0])
+        agree("LOOKUP-1", bool(expect), answer[1])
         self._compare(index="STORE-2", tier="TOUCH-1")
 
     def _compare_searches(self) -> None:
@@ -301,6 +301,10 @@ class IndexPair(EndsAtKnown):
     def _stepped(self, answer: target.Plan, seen: target.StepSeen) -> None:
         self._check_last(seen)
         plan = self._step(seen)
+        self.reached["stored"] += bool(plan.stores)
+        self.reached["stored-at-end"] += any(self.requests[store.request].ended for store in plan.stores)
+        self.reached["flushed"] += bool(plan.flushed)
+        self.reached["preempted"] += bool(seen.preempted)
         self._check_stale()
         state = self.real.state()
         tables = {name: request.table for name, request in self._comparable().items()}
@@ -312,10 +316,6 @@ class IndexPair(EndsAtKnown):
         agree("ADMIT-1", [tuple(load) for load in loads], list(map(tuple, answer.loads)))
         agree("STORE-11", [tuple(store) for store in stores], list(map(tuple, answer.stores)))
         self._compare_flushed(plan, answer, seen)
-        self.reached["stored"] += bool(plan.stores)
-        self.reached["stored-at-end"] += any(self.requests[store.request].ended for store in plan.stores)
-        self.reached["flushed"] += bool(plan.flushed)
-        self.reached["preempted"] += bool(seen.preempted)
         refused = [offer.request for offer in offers if offer.taken is None and offer.request.name in state.next_stored]
         for request in refused:
             agree("STORE-8", request.next_stored, state.next_stored[request.name])

@@ -95,14 +95,13 @@ class PoolPair:
         found = [block for block in self.model.queue[: op.count] if self.model.blocks[block].hash]
         expect = attempt(self.model.allocate, op.count)
         actual = attempt(self.real.allocate, op.count)
+        refused = isinstance(expect, Refused)
+        self.reached["refused"] += refused
+        self.reached["evicted"] += 0 if refused else len(found)
         agree("POOL-3" if Refused("ValueError") in (expect, actual) else "POOL-2", expect, actual)
-        if isinstance(expect, list):
-            self.held += expect
-            self.reached["evicted"] += len(found)
-        else:
-            self.reached["refused"] += 1
-        agree("POOL-10", *self.told)
+        self.held += [] if refused else expect
         self.reached["reused-while-read"] = len(self.told[0])
+        agree("POOL-10", *self.told)
         self._compare(queue="POOL-2", references="POOL-2", hashes="PREFIX-4")
 
     def touch(self, op: ops.Touch) -> None:
@@ -152,9 +151,9 @@ class PoolPair:
         shorter = sum(self.model.blocks[block].hash is not None for block in kept)
         expect = attempt(self.model.register, text, table, first, end, block_tokens, op.group, wanted)
         actual = attempt(self.real.register, self.requests[op.text], table, first, end, block_tokens, op.group, wanted)
-        agree("PREFIX-2", expect, actual)
         self.reached["promoted"] += shorter if expect is None else 0
         self.reached["refused"] += expect is not None
+        agree("PREFIX-2", expect, actual)
         self._compare(queue="PREFIX-2", references="PREFIX-2", hashes="PREFIX-2")
 
     def register_tail(self, op: ops.RegisterTail) -> None:
@@ -184,8 +183,8 @@ class PoolPair:
         if len(groups) > 1 and self.setup.ratio > 1:
             return
         expect = self.model.find(key.hash, groups)
-        agree("PREFIX-1", expect, self.real.find(self.names.of(key)[0], groups))
         self.reached["found"] += expect is not None
+        agree("PREFIX-1", expect, self.real.find(self.names.of(key)[0], groups))
         self._compare(queue="PREFIX-1", references="PREFIX-1", hashes="PREFIX-1")
 
     def move_hashes(self, op: ops.MoveHashes) -> None:
@@ -202,8 +201,8 @@ class PoolPair:
     def evict(self, op: ops.Evict) -> None:
         blocks = [op.first + i for i in range(op.count)]
         expect = attempt(self.model.evict, blocks)
-        agree("PREFIX-5", expect, attempt(self.real.evict, blocks))
         self.reached["refused"] += expect is not None
+        agree("PREFIX-5", expect, attempt(self.real.evict, blocks))
         self._compare(queue="PREFIX-5", references="PREFIX-5", hashes="PREFIX-5")
 
     def unpin(self, op: ops.Unpin) -> None:
@@ -235,8 +234,8 @@ class PoolPair:
         several = any(block.more_hashes for block in self.model.blocks)
         expect = self.model.reset()
         self.reached["reset-several-hashes"] += expect and several
-        agree("RESET-1", expect, self.real.reset())
         self.reached["reset" if expect else "refused"] += 1
+        agree("RESET-1", expect, self.real.reset())
         agree("POOL-10", *self.told)
         self._compare(queue="RESET-1", references="RESET-1", hashes="RESET-1")
 

@@ -21,7 +21,7 @@ CORE_EVENTS = {
     "reset": "the prefix cache was reset",
     "reset-several-hashes": "a reset dropped a block's several hashes",
     "reset-refused": "a reset was refused",
-    "hit": "a request took over blocks that it had found",
+    "hit": "a request was looked up, and had a hit",
     "content": "a request arrived with an adapter, images or a salt",
     "hit-inside": "a hit ended inside a block",
     "copied": "a block was copied because its request goes on inside it",
@@ -37,7 +37,8 @@ CORE_EVENTS = {
     "stale": "a step in flight said something of a request that was preempted since",
     "deferred": "the release of blocks waited for a step in flight",
 }
-"""What a run can reach -> what it is. A known issue that shortens or skips a step is counted as ``known:ID``."""
+"""What a run can reach -> what it is, counted before the sides are compared: a difference is often where it is reached
+first. A known issue that shortens or skips a step is counted as ``known:ID``."""
 
 OFFLOAD_EVENTS = {
     "evicted": "a chunk was evicted",

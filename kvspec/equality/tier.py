@@ -149,15 +149,14 @@ class TierPair:
         if actual is None and self.model.room(keys) is not None and self._gives_up():
             return
         expect = self.model.prepare_store(keys, user.access)
+        self.reached["refused"] += expect is None
+        self.reached["evicted"] += len(expect.evicted) if expect else 0
+        self.reached["passed"] += expect is not None and len(keys) > len(expect.keys)
         agree("TIER-5", expect is None, actual is None)
-        if expect is None or actual is None:
-            self.reached["refused"] += 1
-        else:
+        if expect is not None and actual is not None:
             agree("TIER-4", self._names(expect.keys), actual[0])
             agree("LRU-1" if self.setup.policy == "lru" else "ARC-1", self._names(expect.evicted), actual[2])
             agree("TIER-6", expect.slots, actual[1])
-            self.reached["evicted"] += len(expect.evicted)
-            self.reached["passed"] += len(keys) > len(expect.keys)
             if expect.keys:
                 self.stores.append(Flight(expect.keys, user))
         stored = expect.keys if expect else ()

@@ -379,7 +379,8 @@ INSIDE_FAMILIES = ("FA2", "F2A2", "A2F", "FA2W", "F2F2A2")
 """Families whose hits can end inside blocks, some only with hash blocks that are smaller than all blocks."""
 
 FAMILIES = (
-    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "FF2W", "WW2", "WWW2", "A", "FA", "AF", "F2A"),
+    *("F", "W", "C", "M", "FW", "F2W", "WF2", "FC", "FM", "FWW", "FF2", "WW2", "WWW2"),
+    *("FF2W", "FWF2", "A", "FA", "AF", "F2A"),
     *INSIDE_FAMILIES * 2,
 )
 """Kinds of attention, a letter for each group (A: Mamba in align mode), and 2 where its blocks are twice as long."""
