@@ -69,6 +69,8 @@ EVENTS = {
     "CPU eviction": "a key left the CPU tier to make room",
     "preemption": "a running request was preempted for lack of blocks",
     "resumption": "a preempted request was scheduled again",
+    "victim of its own step": "a request was preempted in the schedule that had scheduled it, and what it would have "
+    "computed stays registered",
     "same-step reuse": "blocks of a victim were given to another request in the schedule that preempted it",
     "lookup without allocation": "a request was looked up again before anything was allocated for it",
     "abort while waiting": "a waiting request was aborted",
@@ -162,6 +164,8 @@ class World:
         self._names: dict[str, None] = {}
         self._preempted: set[str] = set()
         self._reset_victims: set[str] = set()
+        self._withdrawn = False
+        """Whether something is registered that was never computed, as its request was a victim of its own step."""
         self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
         self._cpu_keys: set[bytes] = set()
@@ -348,15 +352,23 @@ class World:
     def _place_of(self, group: int) -> str:
         """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
         kind, has_states = self._setup.groups[group].kind, self._has_states()
+        victim = "after a victim of its own step" if self._withdrawn else ""
         if kind == "full" and not has_states:
-            return ""
+            return victim
         blocks = self._setup.blocks_per_chunk
         chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
         after = ", after a reset" if self._connector_reset else ""
         unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
         beside = ", beside mamba" if has_states and kind != "mamba" else ""
         runner = ", runner V2" if has_states and self._setup.runner_v2 else ""
-        return f"{kind}{chunk}{after}{unequal}{beside}{runner}"
+        return f"{kind}{chunk}{after}{unequal}{beside}{runner}{victim and f', {victim}'}"
+
+    def _place_of_copy(self, block: CopiedBlock) -> str:
+        """Name the place of a copy that isn't owned: a window's, after a reset; else nothing."""
+        group = self._engine.group_of_copy(block)
+        if group is None or self._setup.groups[group].kind != "sliding-window" or not self._connector_reset:
+            return ""
+        return "sliding-window, after a reset"
 
     def _has_states(self) -> bool:
         """Whether there is a Mamba group. Then runners write blocks outside the forward: they zero some, and copy
@@ -414,6 +426,9 @@ class World:
             self._reach("store")
         if plan.preempted:
             self._note_preemption(plan)
+        if plan.withdrawn:
+            self._reach("victim of its own step")
+            self._withdrawn = True
         for request, blocks in plan.new_blocks.items():
             if request in self._preempted and request not in plan.preempted:
                 self._reach("resumption")
@@ -465,6 +480,7 @@ class World:
                 laws.OWN,
                 laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank, null),
                 op="step",
+                place=self._place_of_copy(block),
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:

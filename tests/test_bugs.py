@@ -64,7 +64,7 @@ SCRIPTS = {
     "core_drafts_loads_deadlock.py": "0.33.0",
     "core_spares_registered.py": "0.31.0",
     "core_started_state_registered.py": "0.33.0",
-    "core_victim_of_its_own_step.py": "0.33.0",
+    "core_victim_of_its_own_step.py": "0.20.2",
     "core_window_loads_deadlock.py": "0.33.0",
     "lazy_offload_never_idles.py": "0.33.0",
     "lazy_offload_starves.py": "0.33.0",
@@ -74,6 +74,7 @@ SCRIPTS = {
     "offloading_window_after_reset.py": "0.33.0",
     "offloading_window_hole.py": "0.33.0",
     "offloading_window_shared_block.py": "0.32.0",
+    "offloading_window_sparse_chunk.py": "0.33.0",
     "offloading_window_unaligned_hit.py": "0.33.0",
     "offloading_zeroed_before_stored.py": "0.33.0",
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvspec import world as world_module
 from kvspec.engine.rank import RunnerV1, RunnerV2
 from kvspec.engine.shadow import RunnerState
 from kvspec.errors import SetupRefused
+from kvspec.history import read_history
 from kvspec.history.minimise import pinned
 from kvspec.known import known_as, load_known
 from kvspec.ops import (
@@ -533,6 +535,17 @@ SCENARIOS = {
             groups=(AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=6)),
         ),
     ),
+    "a request is preempted in the schedule that has just given it the end of a block": Scenario(
+        (Add("A", 0, 12, max_tokens=9, priority=1), Step(), Add("B", 0, 12, branch=1, max_tokens=9), Step(count=8)),
+        {"preemption": 1, "victim of its own step": 1},
+        EngineSetup(
+            gpu_blocks=13,
+            cpu_blocks=80,
+            step_tokens=16,
+            groups=(AttentionGroup(), AttentionGroup("sliding-window", reach=6)),
+            priority=True,
+        ),
+    ),
     "what the GPU still has is not loaded": Scenario(
         (LONG, Settle(), AGAIN, Settle()),
         {"store": 1},
@@ -732,6 +745,13 @@ def test_a_block_that_only_another_request_has_registered_need_not_be_stored(tar
     first, second = Add("C", 8, 1, trunk=1, max_tokens=1), Add("D", 4, 1, trunk=1, max_tokens=2)
     outcome = play(target, UNEQUAL, first, Step(), Reset(connector=True), second, Settle())
     assert outcome.reached["reset refused"]
+
+
+def test_wrong_bytes_say_that_a_victim_of_its_own_step_was_there(target: Target) -> None:
+    history = read_history((Path(__file__).parent / "bugs" / "victim_of_its_own_step.json").read_bytes())
+    assert isinstance(history, History)
+    outcome = run_history(target, structs.replace(history, target=target.name))
+    assert {violation.frame for violation in outcome.violations} == {"after a victim of its own step"}
 
 
 def test_every_event_is_reached_by_some_scenario() -> None:

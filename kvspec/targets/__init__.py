@@ -28,6 +28,9 @@ class Plan(NamedTuple):
     """Blocks that the workers are told to store."""
     loads: int
     """Blocks that the workers are told to load."""
+    withdrawn: bool
+    """Whether a victim of this schedule had been scheduled by it before, and a block that it would have filled is
+    registered."""
     trace: str
     """Everything above and the connector's metadata, for comparison with a replay."""
 
@@ -125,6 +128,9 @@ class Engine(Protocol):
 
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pools(self) -> tuple[PoolView, PoolView]: ...
+    def group_of_copy(self, block: CopiedBlock) -> int | None:
+        """Return the group whose table has the GPU block of a copy; None if the connector doesn't say."""
+
     def copy_refs(self, block: CopiedBlock) -> tuple[int, int]:
         """Return how many hold the GPU block and the CPU block of a copy, at the moment at which it executes."""
 

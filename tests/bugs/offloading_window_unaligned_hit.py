@@ -5,17 +5,7 @@ end where both end, so the window's first block, which nothing reads from there,
 the window's second chunk is evicted, and the first isn't, a look-up finds 8 tokens, and reads that first block.
 """
 
-from plain_vllm import Engine
-
-
-def places(gpu, chunks):
-    """Yield (chunk, place in it) of each block of a transfer."""
-    first = 0
-    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
-        for i in range(index % 2, index % 2 + size):
-            yield int(chunks[first + i // 2]), i % 2
-        first += -(-(index % 2 + size) // 2) if size else 0
-
+from plain_vllm import Engine, Places
 
 engine = Engine(
     gpu_blocks=14,
@@ -26,7 +16,7 @@ engine = Engine(
     window=12,
     full_block_size=8,
 )
-written = set()
+places = Places()
 
 
 def run(*prompts):
@@ -34,14 +24,8 @@ def run(*prompts):
         engine.add(f"{prompt[-1]} of {len(engine.requests)}", prompt)
     for _ in range(6):
         engine.step()
-        for job in engine.metadata.load_jobs.values():
-            read = set(places(job.dst_spec, job.src_spec.block_ids))
-            if read - written:
-                raise SystemExit(f"BUG: {sorted(read - written)} (chunk, place) is loaded, and was never stored")
-        for job in engine.metadata.store_jobs.values():
-            chunks = set(job.dst_spec.block_ids.tolist())
-            written.difference_update([(chunk, place) for chunk in chunks for place in (0, 1)])
-            written.update(places(job.src_spec, job.dst_spec.block_ids))
+        if lost := places.lost(engine.metadata):
+            raise SystemExit(f"BUG: {lost} (chunk, place) is loaded, and was never stored")
 
 
 text, other = list(range(16)), list(range(100, 116))

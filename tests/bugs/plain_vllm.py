@@ -183,6 +183,32 @@ class Engine:
         )
 
 
+class Places:
+    """Which blocks of chunks of two have been stored, by (chunk, place in it)."""
+
+    def __init__(self):
+        self.stored = set()
+
+    def lost(self, metadata):
+        """Take the jobs of a step; return what its loads read that was never stored."""
+        lost = []
+        for job in metadata.load_jobs.values():
+            lost += sorted(set(self.of(job.dst_spec, job.src_spec.block_ids)) - self.stored)
+        for job in metadata.store_jobs.values():
+            chunks = job.dst_spec.block_ids.tolist()
+            self.stored.difference_update([(chunk, place) for chunk in chunks for place in (0, 1)])
+            self.stored.update(self.of(job.src_spec, chunks))
+        return lost
+
+    def of(self, gpu, chunks):
+        """Yield (chunk, place) of each block of a transfer."""
+        first = 0
+        for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+            for i in range(index % 2, index % 2 + size):
+                yield int(chunks[first + i // 2]), i % 2
+            first += -(-(index % 2 + size) // 2) if size else 0
+
+
 def chunk_size(blocks_per_chunk, full_block_size):
     """Return the setting of OffloadingConnector that says how long a chunk is: in tokens, if blocks are equal."""
     if full_block_size == BLOCK_SIZE:

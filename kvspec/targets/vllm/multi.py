@@ -207,6 +207,10 @@ class MultiTier:
             -1 if self.null_block is None else self.null_block,
         )
 
+    def group_of(self, block: CopiedBlock) -> int | None:
+        i = self._backend_at(block.cpu)
+        return None if i is None else self._backends[i].group_of(block._replace(cpu=block.cpu - self._starts[i]))
+
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         i = self._backend_at(block.cpu)
         if i is None:

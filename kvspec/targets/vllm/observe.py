@@ -20,7 +20,7 @@ from kvspec.laws import PoolView
 from kvspec.ops import Add, EngineSetup
 from kvspec.targets import CopiedBlock, FullBlock, Plan, Probe, ResetAnswer
 from kvspec.targets.vllm.config import longest_request
-from kvspec.targets.vllm.engine import KEY_BYTES, VllmEngine, group_of
+from kvspec.targets.vllm.engine import HASH_BYTES, KEY_BYTES, VllmEngine, group_of
 
 _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
 
@@ -66,6 +66,7 @@ class Tier(Protocol):
     def stores_unstarted(self) -> int: ...
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pool(self) -> PoolView: ...
+    def group_of(self, block: CopiedBlock) -> int | None: ...
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
     def kept(self) -> Mapping[str, int]: ...
     def index(self) -> Mapping[bytes, int]: ...
@@ -108,6 +109,8 @@ class ObservedEngine:
         self._gpu_pool = self._scheduler.kv_cache_manager.block_pool
         self._loads_due: set[str] = set()
         self._confirmed: dict[str, int] = {}
+        self._granted: dict[str, int] = {}
+        """Request that the schedule which is being made has given blocks to -> its computed tokens."""
         self._events: dict[str, Counter[bytes]] = {"GPU": Counter(), "CPU": Counter()}
         self._received: Counter[str] = Counter()
         self._reset_answer: Any = None
@@ -142,7 +145,7 @@ class ObservedEngine:
                 request = self._scheduler.requests[name]
                 self._confirmed[name] = request.num_computed_tokens - request.num_output_placeholders
             metadata = build(output)
-            probe.scheduled(_plan(output, tier.planned(output, metadata)))
+            probe.scheduled(_plan(output, tier.planned(output, metadata), self._has_withdrawn(output)))
             return metadata
 
         def update_connector_output(output: Any) -> None:
@@ -159,10 +162,36 @@ class ObservedEngine:
         connector.build_connector_meta = build_connector_meta
         connector.update_connector_output = update_connector_output
         connector.reset_cache = reset_cache
+        if self._setup.priority:
+            self._listen_to_grants()
         if self._setup.events:
             self._listen_to_events()
         for rank in self._vllm.ranks:
             rank.device.observers.append(partial(self._copies_executed, rank.index))
+
+    def _listen_to_grants(self) -> None:
+        """Note who is granted blocks: with priorities, one that has been can be preempted in the same schedule."""
+        manager = self._scheduler.kv_cache_manager
+        allocate = manager.allocate_slots
+
+        def allocate_slots(request: Any, *arguments: Any, **named: Any) -> Any:
+            blocks = allocate(request, *arguments, **named)
+            if blocks is not None:
+                self._granted[request.request_id] = request.num_computed_tokens
+            return blocks
+
+        manager.allocate_slots = allocate_slots
+
+    def _has_withdrawn(self, output: Any) -> bool:
+        """Whether this schedule has preempted whom it had scheduled, and left something registered that is now never
+        computed."""
+        granted, self._granted = self._granted, {}
+        for victim in granted.keys() & (output.preempted_req_ids or set()):
+            hashes = self._scheduler.requests[victim].block_hashes[granted[victim] // self._vllm.hash_block_size :]
+            registered = {key[-KEY_BYTES:-4] for key in self._gpu_pool.cached_block_hash_to_block._cache}
+            if any(block_hash[-HASH_BYTES:] in registered for block_hash in hashes):
+                return True
+        return False
 
     def _listen_to_events(self) -> None:
         """Count what each tier's own events say. A clear has no medium, so it counts for the tier that emitted it."""
@@ -291,6 +320,9 @@ class ObservedEngine:
     def pools(self) -> tuple[PoolView, PoolView]:
         return view_pool("GPU", self._gpu_pool), self._tier.pool()
 
+    def group_of_copy(self, block: CopiedBlock) -> int | None:
+        return self._tier.group_of(block)
+
     def copy_refs(self, block: CopiedBlock) -> tuple[int, int]:
         gpu_refs = self._gpu_pool.blocks[block.gpu].ref_cnt if block.gpu >= 0 else 0
         return self._tier.refs(block, gpu_refs)
@@ -404,7 +436,7 @@ def _ids(blocks: Any) -> Collection[int]:
     return blocks if isinstance(blocks, dict) else (blocks.block_id,)
 
 
-def _plan(output: Any, transfers: Transfers) -> Plan:
+def _plan(output: Any, transfers: Transfers, withdrawn: bool) -> Plan:
     new_blocks = {new.req_id: tuple(chain.from_iterable(new.block_ids)) for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -415,5 +447,6 @@ def _plan(output: Any, transfers: Transfers) -> Plan:
         new_blocks=new_blocks,
         stores=transfers.stores,
         loads=transfers.loads,
+        withdrawn=withdrawn,
         trace=f"{output.num_scheduled_tokens}{new_blocks}{transfers.trace}",
     )

@@ -269,6 +269,8 @@ class _Job:
     request: str
     is_store: bool
     pairs: tuple[tuple[int, int], ...]
+    groups: Mapping[int, int]
+    """GPU block -> the group whose table has it."""
     schedule: int
     """Number of the schedule that planned it."""
     reports_due: int
@@ -450,6 +452,7 @@ class OffloadingTier:
                 request=transfer.req_id,
                 is_store=is_store,
                 pairs=tuple(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
+                groups=_groups(gpu),
                 schedule=self._schedules,
                 reports_due=self._setup.world_size,
                 copies_due=self._setup.world_size * LAYERS * int(gpu.block_ids.size),
@@ -525,6 +528,10 @@ class OffloadingTier:
                 unpinned.append(chunk)
         free_count = getattr(manager, names.free)() + getattr(manager, names.evictable, len(unpinned))
         return PoolView("CPU", refs, free + unpinned, free_count, -1)
+
+    def group_of(self, block: CopiedBlock) -> int | None:
+        job = self._job_of(block)
+        return job.groups[block.gpu] if job else None
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
@@ -667,6 +674,12 @@ def _specs(transfer: Any) -> tuple[Any, Any]:
         return transfer.src_spec, transfer.dst_spec
     source, destination = transfer.transfer_spec
     return source, destination
+
+
+def _groups(gpu: Any) -> dict[int, int]:
+    """Return the group of each GPU block of a transfer."""
+    blocks = iter(gpu.block_ids.tolist())
+    return {block: group for group, size in enumerate(gpu.group_sizes) for block in itertools.islice(blocks, size)}
 
 
 def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[int, int]]:

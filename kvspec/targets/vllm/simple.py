@@ -170,6 +170,9 @@ class SimpleOffloadTier:
     def pool(self) -> PoolView:
         return view_pool("CPU", self._pool)
 
+    def group_of(self, block: CopiedBlock) -> int | None:
+        return None
+
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         return gpu_refs, self._pool.blocks[block.cpu].ref_cnt
 
