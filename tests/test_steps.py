@@ -17,6 +17,7 @@ from kvspec.equality import compare, follow, steps
 from kvspec.model import CacheManager, Profile, Text
 from kvspec.model.lookup import Finder
 from kvspec.model.pool import BlockPool
+from kvspec.model.steps import Steps
 from strategies import equality
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
@@ -33,6 +34,19 @@ def test_model_and_scheduler_agree_on_all_counts_with_steps_in_flight(profile: P
     tally = equality.run("scheduler", 6000, seed=7)
     assert not tally.findings, tally.findings[0].message
     assert not equality.hollow(tally, "scheduler", profile)
+
+
+def test_what_a_preemption_finds_behind_a_dropped_step_is_dropped_with_it(profile: Profile) -> None:
+    requests = Steps(profile, drafts=0, draft_model=False)
+    requests.arrive("A", 3)
+    for drop in (True, False):  # a reset; then blocks run out while a step from before the reset is in flight
+        requests.admit("A", 0)
+        requests.grant("A", 3)
+        requests.schedule("A", 0)
+        requests.preempt("A", drop)
+    requests.process("A", 1)
+    requests.process("A", 1)
+    assert requests.requests["A"].length == 3
 
 
 def turned_after(method: Callable[..., Any], pool: Callable[[Any], BlockPool]) -> Callable[..., Any]:

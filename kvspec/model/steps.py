@@ -126,6 +126,7 @@ class Steps:
         progress = self.requests[name]
         progress.waiting = True
         progress.computed = 0
+        drop = drop or any(work.dropped for work in progress.works)
         for work in progress.works:
             work.stale, work.dropped = True, work.dropped or drop
 
@@ -134,7 +135,7 @@ class Steps:
         """STEP-4. Each token of a text is said once, by the step that computes the token before it.
 
         What a step says of a request that was preempted since is text all the same, unless that was for a reset: then
-        it is dropped, and said again.
+        it is dropped, and said again. While such a step is in flight, so is all that later preemptions find in flight.
 
         Source: vLLM 0.33.0, v1/core/sched/scheduler.py, Scheduler.update_from_output and _preempt_request.
         Releases: all.
