@@ -69,13 +69,13 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     doesn't count."""
 
 
-FAIR, MUTATED, NO_LIVE_PREFIXES = "fair-device", "mutated-histories", "no-live-prefixes"
+FAIR, EVEN, NO_LIVE_PREFIXES = "fair-device", "even-choices", "no-live-prefixes"
 ABLATIONS = {
     FAIR: "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
-    MUTATED: "Hypothesis' own choices: most histories are a change of the one before, and small numbers are preferred",
+    EVEN: "each history drawn afresh and evenly, instead of as a change of the one before as Hypothesis does",
     NO_LIVE_PREFIXES: "no prompt is repeated or continued on purpose",
 }
-"""How a trial's machine can be made weaker, and what that means."""
+"""What a trial's machine can be made to do without, and what that means."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     budget_cpu_s: float
     wanted: tuple[Wanted, ...]
     ablation: str = ""
-    """How the machine is made weaker; see ABLATIONS."""
+    """What the machine has to do without; see ABLATIONS."""
     defect: str = ""
     """A planted defect, by name."""
     to_the_end: bool = False

@@ -73,7 +73,7 @@ SETTINGS = settings(
     derandomize=False,
     backend=BACKEND,
 )
-"""Of a search. All is said, as Hypothesis' own profile in CI would repeat the same histories for ever."""
+"""Of a search, whatever Hypothesis' profile is."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from kvspec.choices import BACKEND
 from kvspec.defects import load_defects, planted
 from kvspec.errors import KvspecError, SetupRefused
 from kvspec.events import (
+    EVEN,
     FAIR,
-    MUTATED,
     NO_LIVE_PREFIXES,
     Effort,
     Event,
@@ -58,7 +58,7 @@ WARM_UP_HISTORIES = 5
 _LAW = re.compile(r"[A-Z]+-\d+")
 """Of what ``without`` names; all else must be an event."""
 
-_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, MUTATED: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
+_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, EVEN: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
 """Class attributes of a machine that make it do without something."""
 
 
@@ -112,7 +112,7 @@ class _Run:
         self._stopping = stopping
         self._release = implementation_version(job.target)
         self._machine = _without(suite.machine, self._trial.ablation, self._ended)
-        self._backend = "hypothesis" if self._trial.ablation == MUTATED else BACKEND
+        self._backend = "hypothesis" if self._trial.ablation == EVEN else BACKEND
         self._open = {wanted.name: wanted for wanted in self._trial.wanted}
         self._sighted: dict[str, _Sighting] = {}
         self._effort = Effort()

@@ -164,8 +164,8 @@ class World:
         self._names: dict[str, None] = {}
         self._preempted: set[str] = set()
         self._reset_victims: set[str] = set()
-        self._withdrawn = False
-        """Whether something is registered that was never computed, as its request was a victim of its own step."""
+        self._uncomputed = False
+        """Whether something was ever registered and not computed, as its request was a victim of its own step."""
         self._connector_reset = False
         self._cpu_index: dict[bytes, int] = {}
         self._cpu_keys: set[bytes] = set()
@@ -352,23 +352,29 @@ class World:
     def _place_of(self, group: int) -> str:
         """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
         kind, has_states = self._setup.groups[group].kind, self._has_states()
-        victim = "after a victim of its own step" if self._withdrawn else ""
-        if kind == "full" and not has_states:
-            return victim
         blocks = self._setup.blocks_per_chunk
-        chunk = f", {blocks} blocks a chunk" if blocks > 1 else ""
-        after = ", after a reset" if self._connector_reset else ""
-        unequal = ", unequal blocks" if len(set(self._setup.block_sizes)) > 1 else ""
-        beside = ", beside mamba" if has_states and kind != "mamba" else ""
-        runner = ", runner V2" if has_states and self._setup.runner_v2 else ""
-        return f"{kind}{chunk}{after}{unequal}{beside}{runner}{victim and f', {victim}'}"
+        parts = (
+            {}
+            if kind == "full" and not has_states
+            else {
+                kind: True,
+                f"{blocks} blocks a chunk": blocks > 1,
+                "after a reset": self._connector_reset,
+                "unequal blocks": len(set(self._setup.block_sizes)) > 1,
+                "beside mamba": has_states and kind != "mamba",
+                "runner V2": has_states and self._setup.runner_v2,
+            }
+        )
+        parts["after a victim of its own step"] = self._uncomputed
+        return ", ".join(part for part, holds in parts.items() if holds)
 
-    def _place_of_copy(self, block: CopiedBlock) -> str:
-        """Name the place of a copy that isn't owned: a window's, after a reset; else nothing."""
-        group = self._engine.group_of_copy(block)
-        if group is None or self._setup.groups[group].kind != "sliding-window" or not self._connector_reset:
+    def _place_of_copy(self, block: CopiedBlock, gpu_refs: int, cpu_refs: int) -> str:
+        """Name the place of a store of which only the source isn't held: a window, after a reset; else nothing."""
+        if not self._connector_reset or block.to_gpu or block.gpu <= 0 or gpu_refs > 0 or cpu_refs <= 0:
             return ""
-        return "sliding-window, after a reset"
+        group = self._engine.group_of_copy(block)
+        is_window = group is not None and self._setup.groups[group].kind == "sliding-window"
+        return "sliding-window, after a reset" if is_window else ""
 
     def _has_states(self) -> bool:
         """Whether there is a Mamba group. Then runners write blocks outside the forward: they zero some, and copy
@@ -426,9 +432,9 @@ class World:
             self._reach("store")
         if plan.preempted:
             self._note_preemption(plan)
-        if plan.withdrawn:
+        if plan.uncomputed:
             self._reach("victim of its own step")
-            self._withdrawn = True
+            self._uncomputed = True
         for request, blocks in plan.new_blocks.items():
             if request in self._preempted and request not in plan.preempted:
                 self._reach("resumption")
@@ -480,7 +486,7 @@ class World:
                 laws.OWN,
                 laws.copy_is_owned(block.gpu, block.cpu, gpu_refs, cpu_refs, block.to_gpu, block.rank, null),
                 op="step",
-                place=self._place_of_copy(block),
+                place=self._place_of_copy(block, gpu_refs, cpu_refs),
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:

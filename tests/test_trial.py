@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvspec.errors import KvspecError
 from kvspec.events import (
+    EVEN,
     FAIR,
-    MUTATED,
     NO_LIVE_PREFIXES,
     Counts,
     Event,
@@ -87,8 +87,8 @@ def test_without_live_prefixes_nothing_is_continued(suite: Suite) -> None:
 
 
 def test_hypothesis_own_choices_repeat_engines(suite: Suite) -> None:
-    fresh, mutated = histories(suite), histories(suite, ablation=MUTATED)
-    assert mutated == histories(suite, ablation=MUTATED)
+    fresh, mutated = histories(suite), histories(suite, ablation=EVEN)
+    assert mutated == histories(suite, ablation=EVEN)
     assert len({history.setup for history in mutated}) <= HISTORIES / 2 < len({history.setup for history in fresh})
 
 

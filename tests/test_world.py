@@ -546,6 +546,12 @@ SCENARIOS = {
             priority=True,
         ),
     ),
+    "who is preempted by a reset and comes back at once is no victim of the step": Scenario(
+        (Add("A", 0, 12, max_tokens=9), Step(3), Reset(running=True, connector=True), Step(6)),
+        {"reset": 1},
+        EngineSetup(priority=True),
+        never=frozenset({"victim of its own step"}),
+    ),
     "what the GPU still has is not loaded": Scenario(
         (LONG, Settle(), AGAIN, Settle()),
         {"store": 1},

@@ -128,14 +128,15 @@ class Steps:
         progress.computed = 0
         drop = drop or any(work.dropped for work in progress.works)
         for work in progress.works:
-            work.stale, work.dropped = True, work.dropped or drop
+            work.stale, work.dropped = True, drop
 
     @clause
     def process(self, name: str, said: int) -> None:
         """STEP-4. Each token of a text is said once, by the step that computes the token before it.
 
         What a step says of a request that was preempted since is text all the same, unless that was for a reset: then
-        it is dropped, and said again. While such a step is in flight, so is all that later preemptions find in flight.
+        it is dropped, and said again. While a dropped step is in flight, all that a later preemption finds in flight is
+        dropped too.
 
         Source: vLLM 0.33.0, v1/core/sched/scheduler.py, Scheduler.update_from_output and _preempt_request.
         Releases: all.

@@ -28,9 +28,8 @@ class Plan(NamedTuple):
     """Blocks that the workers are told to store."""
     loads: int
     """Blocks that the workers are told to load."""
-    withdrawn: bool
-    """Whether a victim of this schedule had been scheduled by it before, and a block that it would have filled is
-    registered."""
+    uncomputed: bool
+    """Whether a block stays registered that is never computed: this schedule has preempted whom it had scheduled."""
     trace: str
     """Everything above and the connector's metadata, for comparison with a replay."""
 

@@ -3,7 +3,7 @@
 With priority scheduling a request that has been scheduled already can be preempted later in the same schedule, for one
 of higher priority. Its tokens aren't computed then, but the block that they would have filled was registered when they
 were allocated (v1/core/sched/scheduler.py, schedule, the branch of the priority policy). Whoever hits it reads what
-nobody has written; the victim itself does, when it is resumed. Seen in vLLM 0.33.0.
+nobody has written; the victim itself does, when it is resumed. Seen in vLLM 0.20.2 to 0.33.0.
 """
 
 from plain_vllm import Engine

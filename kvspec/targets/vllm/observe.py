@@ -6,7 +6,7 @@ What differs between connectors (their CPU tier, the metadata of their transfers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ from kvspec.laws import PoolView
 from kvspec.ops import Add, EngineSetup
 from kvspec.targets import CopiedBlock, FullBlock, Plan, Probe, ResetAnswer
 from kvspec.targets.vllm.config import longest_request
-from kvspec.targets.vllm.engine import HASH_BYTES, KEY_BYTES, VllmEngine, group_of
+from kvspec.targets.vllm.engine import KEY_BYTES, VllmEngine, group_of
 
 _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
 
@@ -109,8 +109,9 @@ class ObservedEngine:
         self._gpu_pool = self._scheduler.kv_cache_manager.block_pool
         self._loads_due: set[str] = set()
         self._confirmed: dict[str, int] = {}
-        self._granted: dict[str, int] = {}
-        """Request that the schedule which is being made has given blocks to -> its computed tokens."""
+        self._filling: dict[str, list[tuple[Any, bytes]]] = {}
+        """Running request that the schedule which is being made has granted slots -> its blocks that these fill, and
+        what they are registered under."""
         self._events: dict[str, Counter[bytes]] = {"GPU": Counter(), "CPU": Counter()}
         self._received: Counter[str] = Counter()
         self._reset_answer: Any = None
@@ -145,7 +146,7 @@ class ObservedEngine:
                 request = self._scheduler.requests[name]
                 self._confirmed[name] = request.num_computed_tokens - request.num_output_placeholders
             metadata = build(output)
-            probe.scheduled(_plan(output, tier.planned(output, metadata), self._has_withdrawn(output)))
+            probe.scheduled(_plan(output, tier.planned(output, metadata), self._leaves_uncomputed(output)))
             return metadata
 
         def update_connector_output(output: Any) -> None:
@@ -170,28 +171,33 @@ class ObservedEngine:
             rank.device.observers.append(partial(self._copies_executed, rank.index))
 
     def _listen_to_grants(self) -> None:
-        """Note who is granted blocks: with priorities, one that has been can be preempted in the same schedule."""
+        """Note what running requests fill: with priorities, one can be preempted in the schedule that has granted it
+        slots. (One that waits can't: nobody is admitted in a schedule that has preempted.)"""
         manager = self._scheduler.kv_cache_manager
         allocate = manager.allocate_slots
 
         def allocate_slots(request: Any, *arguments: Any, **named: Any) -> Any:
-            blocks = allocate(request, *arguments, **named)
-            if blocks is not None:
-                self._granted[request.request_id] = request.num_computed_tokens
-            return blocks
+            granted = allocate(request, *arguments, **named)
+            if granted is not None and request.status.name == "RUNNING":
+                self._filling[request.request_id] = list(self._registered_from(request))
+            return granted
 
         manager.allocate_slots = allocate_slots
 
-    def _has_withdrawn(self, output: Any) -> bool:
-        """Whether this schedule has preempted whom it had scheduled, and left something registered that is now never
-        computed."""
-        granted, self._granted = self._granted, {}
-        for victim in granted.keys() & (output.preempted_req_ids or set()):
-            hashes = self._scheduler.requests[victim].block_hashes[granted[victim] // self._vllm.hash_block_size :]
-            registered = {key[-KEY_BYTES:-4] for key in self._gpu_pool.cached_block_hash_to_block._cache}
-            if any(block_hash[-HASH_BYTES:] in registered for block_hash in hashes):
-                return True
-        return False
+    def _registered_from(self, request: Any) -> Iterator[tuple[Any, bytes]]:
+        """Yield a request's registered blocks that hold tokens which aren't computed, and their keys."""
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        for manager, layout in zip(managers, self._vllm.layouts, strict=True):
+            first = request.num_computed_tokens // layout.span
+            for block in manager.req_to_blocks[request.request_id][first:]:
+                if block.block_hash is not None:
+                    yield block, block.block_hash
+
+    def _leaves_uncomputed(self, output: Any) -> bool:
+        """Whether a block of somebody whom this schedule has scheduled and then preempted is still registered."""
+        filling, self._filling = self._filling, {}
+        victims = filling.keys() & (output.preempted_req_ids or set())
+        return any(block.block_hash == key for victim in victims for block, key in filling[victim])
 
     def _listen_to_events(self) -> None:
         """Count what each tier's own events say. A clear has no medium, so it counts for the tier that emitted it."""
@@ -436,7 +442,7 @@ def _ids(blocks: Any) -> Collection[int]:
     return blocks if isinstance(blocks, dict) else (blocks.block_id,)
 
 
-def _plan(output: Any, transfers: Transfers, withdrawn: bool) -> Plan:
+def _plan(output: Any, transfers: Transfers, uncomputed: bool) -> Plan:
     new_blocks = {new.req_id: tuple(chain.from_iterable(new.block_ids)) for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -447,6 +453,6 @@ def _plan(output: Any, transfers: Transfers, withdrawn: bool) -> Plan:
         new_blocks=new_blocks,
         stores=transfers.stores,
         loads=transfers.loads,
-        withdrawn=withdrawn,
+        uncomputed=uncomputed,
         trace=f"{output.num_scheduled_tokens}{new_blocks}{transfers.trace}",
     )
