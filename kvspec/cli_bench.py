@@ -101,7 +101,7 @@ def row_line(added: RowAdded) -> Text:
     """Tell a result in one line."""
     row = added.row
     where = f"[{added.done}/{added.total}] {row.subject}, {row.release or 'as it is'}"
-    where += f", without {row.ablation}" if row.ablation else ""
+    where += f", with {row.ablation}" if row.ablation else ""
     where += f", seed {row.seed}: "
     said, style = _outcome(row)
     return Text.assemble(where, (said, style))
@@ -163,7 +163,7 @@ def _outcome(row: Row) -> tuple[str, str]:
     help="Where results and reports go.",
 )
 @click.option("--resume", is_flag=True, help="Go on from the results that are there.")
-@click.option("--ablate", is_flag=True, help="Also measure the machine without its parts.")
+@click.option("--ablate", is_flag=True, help="Also measure the machine made weaker.")
 @click.option(
     "--cases", type=click.Path(path_type=Path), default=CASES, show_default=True, metavar="FILE", help="The real bugs."
 )

@@ -69,13 +69,13 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     doesn't count."""
 
 
-FAIR, EVEN, NO_LIVE_PREFIXES = "fair-device", "even-choices", "no-live-prefixes"
+FAIR, UNEVEN, NO_LIVE_PREFIXES = "fair-device", "uneven-choices", "no-live-prefixes"
 ABLATIONS = {
     FAIR: "every stream and rank goes on as soon as it can, instead of at an adversary's mercy",
-    EVEN: "each history drawn afresh and evenly, instead of as a change of the one before as Hypothesis does",
+    UNEVEN: "Hypothesis' own choices: most histories are a change of the one before, and small numbers are preferred",
     NO_LIVE_PREFIXES: "no prompt is repeated or continued on purpose",
 }
-"""What a trial's machine can be made to do without, and what that means."""
+"""How a trial's machine can be made weaker, and what that means."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     budget_cpu_s: float
     wanted: tuple[Wanted, ...]
     ablation: str = ""
-    """What the machine has to do without; see ABLATIONS."""
+    """How the machine is made weaker; see ABLATIONS."""
     defect: str = ""
     """A planted defect, by name."""
     to_the_end: bool = False

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine
 from msgspec.structs import replace
 
@@ -19,9 +20,9 @@ from kvspec.choices import BACKEND
 from kvspec.defects import load_defects, planted
 from kvspec.errors import KvspecError, SetupRefused
 from kvspec.events import (
-    EVEN,
     FAIR,
     NO_LIVE_PREFIXES,
+    UNEVEN,
     Effort,
     Event,
     Nondeterminism,
@@ -58,7 +59,7 @@ WARM_UP_HISTORIES = 5
 _LAW = re.compile(r"[A-Z]+-\d+")
 """Of what ``without`` names; all else must be an event."""
 
-_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, EVEN: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
+_CHANGES: dict[str, Mapping[str, Any]] = {FAIR: {"fair": True}, UNEVEN: {}, NO_LIVE_PREFIXES: {"live_prefixes": False}}
 """Class attributes of a machine that make it do without something."""
 
 
@@ -112,7 +113,7 @@ class _Run:
         self._stopping = stopping
         self._release = implementation_version(job.target)
         self._machine = _without(suite.machine, self._trial.ablation, self._ended)
-        self._backend = "hypothesis" if self._trial.ablation == EVEN else BACKEND
+        self._backend = "hypothesis" if self._trial.ablation == UNEVEN else BACKEND
         self._open = {wanted.name: wanted for wanted in self._trial.wanted}
         self._sighted: dict[str, _Sighting] = {}
         self._effort = Effort()
@@ -135,10 +136,14 @@ class _Run:
         while self._is_wanted(self._open) and not self._is_over():
             before = self._effort.histories
             self._clock_s = time.process_time() - self._effort.cpu_s
-            with suppress(_TrialOver):
+            try:
                 run_machine(
                     self._machine, round_seed(self._trial.seed, 0, number), self._suite.rules_max, self._backend
                 )
+            except _TrialOver:
+                pass
+            except (Flaky, FlakyStrategyDefinition) as error:
+                raise KvspecError(f"The machine draws differently after the same start: {error}") from error
             if self._effort.histories == before:
                 raise KvspecError(f"The machine of {self._job.target} makes no history.")
             for name in list(self._sighted):

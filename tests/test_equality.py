@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvspec.equality.contents import CONTENTS
 from kvspec.equality.world import EqualityWorld, PairHistory, run_history
+from kvspec.errors import SetupRefused
 from kvspec.history import read_history, story
 from kvspec.history.minimise import minimise
 from kvspec.known import load_known
@@ -276,6 +277,13 @@ def test_what_a_call_reaches_is_counted_though_the_sides_differ(
     outcome = run_history(history)
     assert [violation.law for violation in outcome.violations] == [clause]
     assert outcome.reached[reached] == 1
+
+
+def test_a_setup_that_the_release_does_not_run_is_refused_not_a_crash(target: Any) -> None:
+    """The minimiser makes such setups, field by field."""
+    history = CoreHistory("vllm-core", CacheSetup((Group(Kind.FULL, 4),), unit=3), (Arrive(6),))
+    with pytest.raises(SetupRefused, match="hash blocks of 3 tokens"):
+        run_history(history)
 
 
 def test_a_call_that_the_model_cannot_follow_is_a_difference(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ class CachePair:
             junctions=setup.junctions,
             events=True,
         )
+        self.model.registrar.proves = "core-eagle-window-unregistered" not in self.avoid
         self.calls: list[target.Call] = []
         self._record(self.model, "blocks_needed", _needed_call)
         self._record(self.model.pool, "register", _register_call)

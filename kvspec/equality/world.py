@@ -13,6 +13,7 @@ from kvspec.equality.index import IndexPair
 from kvspec.equality.pool import PoolPair
 from kvspec.equality.steps import StepPair
 from kvspec.equality.tier import TierPair
+from kvspec.errors import SetupRefused
 from kvspec.laws import Violation
 from kvspec.model import offload_ops, ops
 from kvspec.model.clauses import ClauseBroken
@@ -20,6 +21,7 @@ from kvspec.model.coarse import CoarseOp
 from kvspec.model.offload_ops import OffloadHistory
 from kvspec.model.ops import CoreHistory
 from kvspec.model.profile import known_issues, profile_for
+from kvspec.model.scaling import Unsupported
 from kvspec.model.step_ops import StepSetup
 from kvspec.targets.vllm import core as target
 from kvspec.world import Outcome, innermost_frame
@@ -81,7 +83,10 @@ def difference(history: PairHistory, avoid: frozenset[str] | None = None) -> str
 
 
 class EqualityWorld:
-    """A real and a modelled object, side by side from their start to the first difference."""
+    """A real and a modelled object, side by side from their start to the first difference.
+
+    SetupRefused for a setup that the release doesn't run.
+    """
 
     def __init__(self, name: str, setup: Setup) -> None:
         self.alive = True
@@ -94,7 +99,10 @@ class EqualityWorld:
         self._guard("start", self._start)
 
     def _start(self) -> None:
-        self._pair = pair_for(self.history())
+        try:
+            self._pair = pair_for(self.history())
+        except Unsupported as error:
+            raise SetupRefused(f"{target.release()} doesn't run this setup: {error}") from error
 
     def apply(self, op: CoarseOp) -> None:
         """Apply an op to both sides and compare. Does nothing after the first difference."""

@@ -15,7 +15,7 @@ import msgspec
 from kvspec.errors import refuse_outside
 from kvspec.model.coarse import COARSE_FORMAT, SHOWS, CoarseOp, coarse_history_from_json, refuse_nonsense, shown
 from kvspec.model.groups import Group, Kind
-from kvspec.model.profile import CheckpointEnd, Profile, known_issues
+from kvspec.model.profile import CheckpointEnd, Profile
 from kvspec.model.step_ops import STEP_RANGES, STEP_WEIGHTS, StepOp, StepSetup
 
 _LIMITS = {
@@ -423,9 +423,6 @@ def cache_setup(
         unit_of_group = checkpoint_unit if letter == "A" else 0
         groups.append(Group(_KINDS[letter], size, length, draft, True, letter == "A", spares, unit_of_group))
     issues = shown(profile, "cache", shows)
-    avoided = known_issues(profile.release) - set(issues)
-    if "core-eagle-window-unregistered" in avoided and "2" in letters:
-        eagle, groups = 0, [replace(group, eagle=False) for group in groups]
     kinds = set(letters) - {"2"}
     spreads = kinds == {"F"} and (len(groups) == 1 or profile.cp_with_several_groups)
     sparse = (profile.retention and "W" in letters) or (profile.retains_states_sparsely and set("MA") & set(letters))

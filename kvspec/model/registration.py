@@ -47,6 +47,8 @@ class Registrar:
         self.pool = pool
         self.interval = interval
         self.junctions = junctions
+        self.proves = True
+        """Whether the block that proves a hit to a draft model is registered."""
         self.fresh: set[Key] = set()
         """What Mamba groups have registered in this step."""
 
@@ -85,7 +87,7 @@ class Registrar:
             return range(0)
         wanted = None
         if layout.profile.masks_unreachable:
-            boundaries, drops = self._boundaries(request, index), layout.drops[index]
+            boundaries, drops = self._boundaries(request, index), self.proves and layout.drops[index]
             unit = layout.hit_tokens if layout.profile.masks_by_hash_block else layout.alignment
             sparse = group.kind is not Kind.MAMBA or layout.profile.retains_states_sparsely
             interval = self.interval if sparse else None
@@ -237,7 +239,7 @@ class Registrar:
         if layout.ends_inside:
             return tokens
         aligned = tokens // layout.alignment * layout.alignment
-        proof = layout.spans[index] if layout.drops[index] and aligned else 0
+        proof = layout.spans[index] if self.proves and layout.drops[index] and aligned else 0
         return min(tokens, aligned + proof)
 
     @clause

@@ -57,7 +57,7 @@ def median_interval(values: Sequence[float]) -> Interval | None:
 
 @dataclass(frozen=True)
 class Figures:
-    """What came out for one case or defect, with the whole machine or without something."""
+    """What came out for one case or defect, with the whole machine or a weaker one."""
 
     id: str
     target: str
@@ -271,7 +271,7 @@ class Report:
         return [(why, target, ids) for (why, target), ids in sorted(groups.items())]
 
     def ablated(self, ablation: str) -> tuple[list[Figures], list[Figures]]:
-        """Return cases and defects without something."""
+        """Return cases and defects with weaker machines."""
         cases = [self._case(case, ablation) for case in self.plan.cases]
         defects = [self._defect(name, defect, ablation) for name, defect in self.plan.defects.items()]
         return self.runnable(cases), self.runnable(defects)
