@@ -357,4 +357,4 @@ def test_a_real_bug_and_a_planted_defect_are_found_and_not_seen_where_they_are_n
     assert exit_.value.code == 0, capsys.readouterr().out
     text = (tmp_path / "out" / "bench.md").read_text()
     assert re.search(r"\| simple-ack-without-copy \|.*\| 0.29.0 \| 1 of 1 \| 1 of 1 \|.*\| 0.30.0: 1 of 1", text)
-    assert re.search(r"\| loads_do_not_pin_cpu_blocks \|.*\| 0.33.0 \| 1 of 1 \| 1 of 1 \|.*\| 0.33.0: 1 of 1 \|", text)
+    assert re.search(r"\| loads_do_not_pin_cpu_blocks \|.*\| 0.33.0 \| 1 of 1 \| 1 of 1 \|.*\| 0.33.0: 1 of 1", text)
