@@ -136,14 +136,7 @@ class _Run:
         while self._is_wanted(self._open) and not self._is_over():
             before = self._effort.histories
             self._clock_s = time.process_time() - self._effort.cpu_s
-            try:
-                run_machine(
-                    self._machine, round_seed(self._trial.seed, 0, number), self._suite.rules_max, self._backend
-                )
-            except _TrialOver:
-                pass
-            except (Flaky, FlakyStrategyDefinition) as error:
-                raise KvspecError(f"The machine draws differently after the same start: {error}") from error
+            self._round(round_seed(self._trial.seed, 0, number))
             if self._effort.histories == before:
                 raise KvspecError(f"The machine of {self._job.target} makes no history.")
             for name in list(self._sighted):
@@ -152,6 +145,15 @@ class _Run:
         if not self._stopping():
             done = TrialDone(job=self._job.job, trial=self._number, effort=self._so_far(), seen=self._all_seen())
             self._emit(done)
+
+    def _round(self, seed: int) -> None:
+        """Let Hypothesis make histories until it has made a round, or the trial is over."""
+        try:
+            run_machine(self._machine, seed, self._suite.rules_max, self._backend)
+        except _TrialOver:
+            pass
+        except (Flaky, FlakyStrategyDefinition) as error:  # only Hypothesis' own choices show it
+            raise KvspecError(f"The machine draws differently after the same start: {error}") from error
 
     def _ended(self, world: "World", outcome: "Outcome") -> None:
         """Take one history; the machine calls this at its end."""

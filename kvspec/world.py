@@ -350,13 +350,13 @@ class World:
         self._cpu_index = index
 
     def _place_of(self, group: int) -> str:
-        """Name the place of wrong bytes: nothing for full attention, else what is peculiar to a group's blocks."""
+        """Name the place of wrong bytes: what is peculiar to a group's blocks, nothing for full attention; and whether
+        there was a victim of its own step."""
         kind, has_states = self._setup.groups[group].kind, self._has_states()
         blocks = self._setup.blocks_per_chunk
-        parts = (
-            {}
-            if kind == "full" and not has_states
-            else {
+        parts: dict[str, bool] = {}
+        if kind != "full" or has_states:
+            parts = {
                 kind: True,
                 f"{blocks} blocks a chunk": blocks > 1,
                 "after a reset": self._connector_reset,
@@ -364,7 +364,6 @@ class World:
                 "beside mamba": has_states and kind != "mamba",
                 "runner V2": has_states and self._setup.runner_v2,
             }
-        )
         parts["after a victim of its own step"] = self._uncomputed
         return ", ".join(part for part, holds in parts.items() if holds)
 

@@ -68,8 +68,6 @@ def test_the_clean_target_breaks_no_law(offloading: Target) -> None:
 def test_a_store_of_a_window_after_a_reset_says_so_if_its_block_is_not_held(offloading: Target) -> None:
     groups = (AttentionGroup(), AttentionGroup("sliding-window", reach=12), AttentionGroup("sliding-window", reach=6))
     setup = EngineSetup(gpu_blocks=21, cpu_blocks=8, step_tokens=6, runner_v2=True, groups=groups)
-    if reason := offloading.refusal(setup):
-        pytest.skip(reason)
     first, second = Add("A", shared=5, tail=1, max_tokens=9), Add("B", shared=2, tail=1, max_tokens=9)
     outcome = run(offloading, setup, first, second, Step(count=8), Reset(connector=True))
     frames = {violation.frame for violation in outcome.violations if violation.law == "OWN-1"}

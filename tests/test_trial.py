@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import toy
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvspec.errors import KvspecError
 from kvspec.events import (
@@ -148,6 +150,19 @@ def test_a_machine_that_can_not_do_without_says_so(suite: Suite, ablation: str) 
 
     with pytest.raises(KvspecError, match=f"can't do the ablation {ablation}"):
         run(Suite(Plain, suite.run), ablation=ablation)
+
+
+def test_a_machine_that_draws_by_chance_is_an_error_with_hypothesis_own_choices() -> None:
+    draws = itertools.count()
+
+    class Fickle(toy.ToyMachine):
+        @initialize(data=st.data())
+        def start(self, data: st.DataObject) -> None:
+            data.draw(st.booleans() if next(draws) % 3 else st.floats())
+
+    fickle = Suite(Fickle, toy.suite.run, toy.suite.events, toy.suite.rules_max)
+    with pytest.raises(KvspecError, match="draws differently after the same start"):
+        run(fickle, ablation=UNEVEN, budget_cpu_s=5.0)
 
 
 def test_a_machine_that_makes_no_history_is_an_error(suite: Suite) -> None:

@@ -263,14 +263,13 @@ class OffloadingTarget:
 
 @dataclass
 class _Job:
-    """A load or a store as it was planned. ``pairs`` are (GPU block, chunk)."""
+    """A load or a store as it was planned."""
 
     number: int
     request: str
     is_store: bool
-    pairs: tuple[tuple[int, int], ...]
-    groups: Mapping[int, int]
-    """GPU block -> the group whose table has it."""
+    pairs: Mapping[tuple[int, int], int]
+    """(GPU block, chunk) -> the group whose table has the block."""
     schedule: int
     """Number of the schedule that planned it."""
     reports_due: int
@@ -419,7 +418,7 @@ class OffloadingTier:
         stores = self._plan(output, planned_stores, is_store=True)
         if flushed:
             self._probe.saw("flush")
-        trace = f"{[(job.number, job.request, job.pairs) for job in loads + stores]}{sorted(flushed or ())}"
+        trace = f"{[(job.number, job.request, tuple(job.pairs)) for job in loads + stores]}{sorted(flushed or ())}"
         return Transfers(sum(len(job.pairs) for job in stores), sum(len(job.pairs) for job in loads), trace)
 
     def _note_preemptions(self, output: Any) -> None:
@@ -451,8 +450,7 @@ class OffloadingTier:
                 number=number,
                 request=transfer.req_id,
                 is_store=is_store,
-                pairs=tuple(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
-                groups=_groups(gpu),
+                pairs=dict(_pairs(gpu, cpu.block_ids.tolist(), self._setup.blocks_per_chunk)),
                 schedule=self._schedules,
                 reports_due=self._setup.world_size,
                 copies_due=self._setup.world_size * LAYERS * int(gpu.block_ids.size),
@@ -531,7 +529,7 @@ class OffloadingTier:
 
     def group_of(self, block: CopiedBlock) -> int | None:
         job = self._job_of(block)
-        return job.groups[block.gpu] if job else None
+        return job.pairs[block.gpu, block.cpu] if job else None
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
@@ -676,14 +674,8 @@ def _specs(transfer: Any) -> tuple[Any, Any]:
     return source, destination
 
 
-def _groups(gpu: Any) -> dict[int, int]:
-    """Return the group of each GPU block of a transfer."""
-    blocks = iter(gpu.block_ids.tolist())
-    return {block: group for group, size in enumerate(gpu.group_sizes) for block in itertools.islice(blocks, size)}
-
-
-def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield (GPU block, chunk) of a transfer. The blocks of a group follow each other, from a block index on.
+def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield ((GPU block, chunk), group) of a transfer. The blocks of a group follow each other, from a block index on.
 
     Where the sizes name more blocks or chunks than there are, pairs go as far as both do.
 
@@ -691,11 +683,11 @@ def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple
     """
     blocks = gpu.block_ids.tolist()
     first_block = first_chunk = 0
-    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+    for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
         skipped = index % blocks_per_chunk
         for i, block in enumerate(blocks[first_block : first_block + size]):
             chunk = first_chunk + (skipped + i) // blocks_per_chunk
             if chunk < len(chunks):
-                yield block, chunks[chunk]
+                yield (block, chunks[chunk]), group
         first_block += size
         first_chunk += -(-(size + skipped) // blocks_per_chunk) if size else 0
