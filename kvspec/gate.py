@@ -167,8 +167,9 @@ def run_gate(prepared: Prepared, plan: Plan, emit: Callable[[Event], None]) -> V
                 emit(reported)
             if plan.fail_fast and tally.has_findings():
                 workers.stop()
-    verdict = tally.verdict(interrupted=workers.interrupts > 0)
-    emit(verdict)
+        # Still within: whoever is impatient while it is told would lose it.
+        verdict = tally.verdict(interrupted=workers.interrupts > 0)
+        emit(verdict)
     return verdict
 
 

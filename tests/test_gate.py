@@ -14,7 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from kvspec.cli import main
+from kvspec.events import Verdict
 from kvspec.findings import load_finding, load_history
+from kvspec.gate import Tally
 from kvspec.ops import Add, Reset, Step
 
 DOOR = (Add("A", tail=3), Reset(connector=True), Step())
@@ -315,6 +317,21 @@ def test_a_second_ctrl_c_does_not_wait_for_workers(toy: Callable[[str], None]) -
     run.type(b"\x03")
     assert run.end() == 130
     assert "INTERRUPTED" in run.output
+
+
+def test_ctrl_c_while_the_verdict_is_made_does_not_lose_it(
+    gate: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = Tally.verdict
+
+    def interrupted(self: Tally, **named: bool) -> Verdict:
+        os.kill(os.getpid(), signal.SIGINT)
+        return verdict(self, **named)
+
+    monkeypatch.setattr(Tally, "verdict", interrupted)
+    status, output = gate("", "--histories", "1")
+    assert status == 3
+    assert "HOLLOW" in output
 
 
 def test_ctrl_c_while_workers_start_is_an_interrupt_too(toy: Callable[[str], None]) -> None:
