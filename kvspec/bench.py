@@ -9,6 +9,7 @@ Each result is appended to ``results.jsonl`` as soon as it is there. A run that 
 has.
 """
 
+import fnmatch
 import hashlib
 import tomllib
 from collections import Counter, defaultdict
@@ -41,7 +42,8 @@ from kvspec.events import (
 from kvspec.findings import Key
 from kvspec.gate import Prepared, Workers
 from kvspec.known import Issue
-from kvspec.model.profile import RELEASES
+from kvspec.laws import LAWS
+from kvspec.model import CLAUSES, RELEASES
 from kvspec.ops import history_to_json
 from kvspec.targets import TARGETS
 
@@ -167,6 +169,10 @@ def load_cases(file: Path) -> list[Case]:
     twice = [id for id, count in Counter(case.id for case in cases).items() if count > 1]
     if twice:
         raise KvspecError(f"{file} has two cases with the id {twice[0]!r}; give each one of its own.")
+    for case in cases:
+        for counts in case.counts:
+            if case.target in TARGETS and not fnmatch.filter([*LAWS, *CLAUSES], counts.law):
+                raise KvspecError(f"{file}: {case.id} counts {counts.law!r}, which no law or clause is called.")
     return cases
 
 

@@ -46,6 +46,7 @@ DEFECTS = {
     "nothing_is_wrong": Defect("toy:suite", "index", "DOOR-1", "Nothing is wrong.", lambda patch: None),
 }
 """
+CASES_FILE = ROOT / "tests" / "bugs" / "cases.toml"
 CASE = """
 [[case]]
 id = "toy-{id}"
@@ -229,7 +230,9 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--case", "no-such-bug"], "'no-such-bug' is no case or defect; there are "),
+        (["--case", "no-such-bug"], "'no-such-bug' is no defect; there are "),
+        (["--case", "no-such-bug"], " (--only defects leaves out the others)"),
+        (["--case", "no-such-bug", "--cases", str(CASES_FILE)], "'no-such-bug' is no case or defect; there are "),
         (["--target", "vllm-nothing"], "'vllm-nothing' has neither cases nor defects"),
         (["--target", "vllm-simple@0.33.0"], "has a release"),
         (["--budget", "soon"], "'soon' is no duration"),
@@ -250,7 +253,7 @@ def test_bad_input_is_one_sentence(bench: Bench, arguments: list[str], problem: 
 
 # Cases ----------------------------------------------------------------------------------------------------------------
 
-CASES = load_cases(ROOT / "tests" / "bugs" / "cases.toml")
+CASES = load_cases(CASES_FILE)
 
 
 HIDDEN_SINCE = {"offload-load-before-compute": "0.24.0"}
@@ -280,6 +283,13 @@ def test_cases_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "cases.toml"
     file.write_text(2 * CASE.format(id="door", target="toy:suite", event="door"))
     with pytest.raises(KvspecError, match="two cases with the id 'toy-door'"):
+        load_cases(file)
+
+
+def test_a_case_counts_laws_that_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "cases.toml"
+    file.write_text(CASE.format(id="door", target="vllm-simple", event="door"))
+    with pytest.raises(KvspecError, match=r"toy-door counts 'DOOR-\*', which no law or clause is called"):
         load_cases(file)
 
 
