@@ -10,7 +10,7 @@ import hashlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -345,13 +345,12 @@ class World:
         self._cpu_keys |= index.keys()
         for key, block in index.items():
             if self._cpu_index.get(key) != block:
-                found = self._bytes_are_wrong(key, block, "CPU", self._engine.cpu_tags)
-                self._break(laws.INDEX, found, place=self._place_of(self._engine.group_of(key)))
+                self._check_bytes(laws.INDEX, key, block, "CPU")
         self._cpu_index = index
 
-    def _place_of(self, group: int) -> str:
-        """Name the place of wrong bytes: what is peculiar to a group's blocks, nothing for full attention; and whether
-        there was a victim of its own step."""
+    def _place_of(self, group: int, incomplete: bool) -> str:
+        """Name the place of wrong bytes: what is peculiar to a group's blocks, nothing for full attention; whether they
+        are from an incomplete chunk, and whether there was a victim of its own step."""
         kind, has_states = self._setup.groups[group].kind, self._has_states()
         blocks = self._setup.blocks_per_chunk
         parts: dict[str, bool] = {}
@@ -364,6 +363,7 @@ class World:
                 "beside mamba": has_states and kind != "mamba",
                 "runner V2": has_states and self._setup.runner_v2,
             }
+        parts["incomplete chunk"] = incomplete
         parts["after a victim of its own step"] = self._uncomputed
         return ", ".join(part for part, holds in parts.items() if holds)
 
@@ -380,25 +380,34 @@ class World:
         states."""
         return any(group.kind == "mamba" for group in self._setup.groups)
 
-    def _bytes_are_wrong(
-        self, key: bytes, block: int, tier: str, read: Callable[[bytes, int, int], np.ndarray]
-    ) -> Iterator[str]:
-        what = self._engine.describe_key(key)
+    def _check_bytes(self, law: str, key: bytes, block: int, tier: str) -> None:
+        """Compare the bytes of a key on every rank. Of what is wrong, say first what isn't from an incomplete chunk."""
+        engine, group, what = self._engine, self._engine.group_of(key), self._engine.describe_key(key)
         for rank in range(self._setup.world_size):
-            expected = self._engine.expected_tags(key, rank)
+            expected = engine.expected_tags(key, rank)
             if expected is None:
-                yield f"{tier} block {block} can be hit under a key that no request has: {what}"
+                message = f"{tier} block {block} can be hit under a key that no request has: {what}"
+                self._break(law, [message], place=self._place_of(group, incomplete=False))
                 return
+            read = engine.cpu_tags if tier == "CPU" else engine.gpu_tags
             found = read(key, rank, block)[:, : len(expected)]
-            wrong = found != expected
-            if wrong.any():
-                layer, offset = (int(axis[0]) for axis in wrong.nonzero())
-                tag = int(found[layer, offset])
-                yield (
-                    f"{tier} block {block} can be hit as {what}, but on rank {rank}, layer {layer}, token {offset} "
-                    f"of the block, it holds {self._engine.describe_tag(key, rank, layer, tag)}"
-                )
-                return
+            wrong = np.argwhere(np.ma.filled(found != expected, False))
+            if not len(wrong):
+                continue
+            incomplete = [self._is_incomplete(key, rank, block, tier, offset) for _, offset in wrong.tolist()]
+            layer, offset = wrong[incomplete.index(min(incomplete))].tolist()
+            tag = engine.describe_tag(key, rank, layer, int(found[layer, offset]))
+            message = (
+                f"{tier} block {block} can be hit as {what}, but on rank {rank}, layer {layer}, token {offset} "
+                f"of the block, it holds {tag}"
+            )
+            self._break(law, [message], place=self._place_of(group, min(incomplete)))
+            return
+
+    def _is_incomplete(self, key: bytes, rank: int, block: int, tier: str, entry: int) -> bool:
+        if tier == "GPU":
+            return self._engine.from_incomplete_chunk(rank, block)
+        return self._engine.in_incomplete_chunk(key, rank, block, entry)
 
     # What the target tells (the Probe) --------------------------------------------------------------------------------
 
@@ -489,7 +498,8 @@ class World:
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
-        self._break(laws.SHADOW, [str(mismatch)], place=self._place_of(mismatch.group), op="step")
+        incomplete = self._engine.from_incomplete_chunk(mismatch.rank, mismatch.block)
+        self._break(laws.SHADOW, [str(mismatch)], place=self._place_of(mismatch.group, incomplete), op="step")
 
     def saw(self, event: str) -> None:
         self._reach(event)
@@ -527,8 +537,7 @@ class World:
         self._check_release()
         self._break(laws.LOAD, laws.reports_were_made(self._loads_due))
         for key, block in self._engine.gpu_index().items():
-            wrong = self._bytes_are_wrong(key, block, "GPU", self._engine.gpu_tags)
-            self._break(laws.GPU_INDEX, wrong, place=self._place_of(self._engine.group_of(key)))
+            self._check_bytes(laws.GPU_INDEX, key, block, "GPU")
         for tier, index in (("CPU", self._engine.cpu_index()), ("GPU", self._engine.gpu_index())):
             replayed = self._engine.events(tier)
             if replayed is not None:

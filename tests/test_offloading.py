@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from kvspec.known import known_as, load_known
 from kvspec.laws import LAWS
 from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Op, Reset, Settle, Step
 from kvspec.search import implementation_version, violation_key
-from kvspec.targets import Target, load_target
+from kvspec.targets import CopiedBlock, Target, load_target
+from kvspec.targets.vllm.incomplete import IncompleteChunks
 from kvspec.world import EVENTS, Outcome, run_history
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the target's warnings are its own affair
@@ -88,6 +90,44 @@ def test_wrong_bytes_of_a_window_beside_larger_blocks_are_the_known_issue_of_una
     issues = {v.law: known_as(known, violation_key(offloading.name, v), release) for v in outcome.violations}
     assert issues.keys() >= {"INDEX-1", "SHADOW-1"}
     assert {issue and issue.id for issue in issues.values()} == {"offloading-window-unaligned-hit"}
+
+
+def test_wrong_bytes_of_a_window_that_a_store_has_copied_are_no_known_issue(offloading: Target) -> None:
+    """Two chunks are filled in the wrong order, but neither is incomplete."""
+    groups = (AttentionGroup(), AttentionGroup("sliding-window", reach=16))
+    setup = EngineSetup(groups=groups, blocks_per_chunk=2, gpu_blocks=40, cpu_blocks=20)
+    if reason := offloading.refusal(setup):
+        pytest.skip(reason)
+    with planted(DEFECTS["offloading_stores_swap_their_destinations"]):
+        outcome = run(offloading, setup, Add("A", shared=16), Settle(), Add("B", shared=16), Settle())
+    release, known = implementation_version(offloading.name), load_known()
+    windows = [violation for violation in outcome.violations if "sliding-window" in violation.frame]
+    assert {violation.law for violation in windows} == {"INDEX-1"}
+    assert not any(known_as(known, violation_key(offloading.name, violation), release) for violation in windows)
+
+
+def copied(gpu: int, chunk: int, *, to_gpu: bool, job: int) -> CopiedBlock:
+    return CopiedBlock(0, gpu, chunk, to_gpu, job)
+
+
+def test_a_chunk_is_incomplete_from_its_first_block_to_the_last_that_its_store_has_left_out() -> None:
+    memory: Any = SimpleNamespace(forward=lambda batch: None, begun=lambda blocks: blocks)
+    incomplete = IncompleteChunks([memory], blocks_per_chunk=3)
+    for gpu, place in ((1, 0), (2, 1), (3, 2)):
+        incomplete.copied(copied(gpu, 7, to_gpu=False, job=1), place)
+    assert not incomplete.has_chunk(0, 7, 0)
+    incomplete.copied(copied(4, 7, to_gpu=False, job=2), 0)  # the chunk's next owner
+    incomplete.copied(copied(5, 7, to_gpu=False, job=2), 2)
+    incomplete.copied(copied(2, 7, to_gpu=False, job=1), 1)  # late, and no longer the chunk's
+    assert [incomplete.has_chunk(0, 7, place) for place in range(3)] == [True, True, False]
+    assert not incomplete.has_chunk(0, 8, 0)  # nothing is known of it
+    for place, gpu in enumerate((6, 7, 8)):
+        incomplete.copied(copied(gpu, 7, to_gpu=True, job=3), place)
+    assert [incomplete.has_block(0, gpu) for gpu in (6, 7, 8)] == [True, True, False]
+    incomplete.copied(copied(7, 9, to_gpu=False, job=4), 2)
+    assert incomplete.has_chunk(0, 9, 2)  # what is stored from there is no better
+    memory.forward([6, 8])
+    assert [incomplete.has_block(0, gpu) for gpu in (6, 7)] == [False, True]
 
 
 def test_the_target_tells_only_of_events_that_are_listed() -> None:

@@ -428,6 +428,12 @@ class ShadowMemory:
                 yield row.request, blocks[begin : begin + tokens]
                 begin += tokens
 
+    def begun(self, batch: Batch) -> Iterator[int]:
+        """Yield the blocks of this memory whose first entry a step's forward writes."""
+        for layout, accesses in zip(self._layouts, self._accesses(batch), strict=True):
+            blocks, entries = np.divmod(accesses.write_slots, layout.entries)
+            yield from blocks[entries == 0].tolist()
+
     def _accesses(self, batch: Batch) -> Iterator[Accesses]:
         """Yield this rank's accesses in each group."""
         for by_shard in batch.accesses:

@@ -211,6 +211,10 @@ class MultiTier:
         i = self._backend_at(block.cpu)
         return None if i is None else self._backends[i].group_of(block._replace(cpu=block.cpu - self._starts[i]))
 
+    def place_of(self, block: CopiedBlock) -> int:
+        i = self._backend_at(block.cpu)
+        return -1 if i is None else self._backends[i].place_of(block._replace(cpu=block.cpu - self._starts[i]))
+
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         i = self._backend_at(block.cpu)
         if i is None:

@@ -261,6 +261,15 @@ class OffloadingTarget:
         return tier
 
 
+class _Place(NamedTuple):
+    """Where a block of a transfer belongs."""
+
+    group: int
+    """The attention group whose table has it."""
+    in_chunk: int
+    """Which block of its chunk it is."""
+
+
 @dataclass
 class _Job:
     """A load or a store as it was planned."""
@@ -268,8 +277,8 @@ class _Job:
     number: int
     request: str
     is_store: bool
-    pairs: Mapping[tuple[int, int], int]
-    """(GPU block, chunk) -> the group whose table has the block."""
+    pairs: Mapping[tuple[int, int], _Place]
+    """(GPU block, chunk) -> where the block belongs."""
     schedule: int
     """Number of the schedule that planned it."""
     reports_due: int
@@ -529,7 +538,11 @@ class OffloadingTier:
 
     def group_of(self, block: CopiedBlock) -> int | None:
         job = self._job_of(block)
-        return job.pairs[block.gpu, block.cpu] if job else None
+        return job.pairs[block.gpu, block.cpu].group if job else None
+
+    def place_of(self, block: CopiedBlock) -> int:
+        job = self._job_of(block)
+        return job.pairs[block.gpu, block.cpu].in_chunk if job else -1
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a
@@ -674,9 +687,10 @@ def _specs(transfer: Any) -> tuple[Any, Any]:
     return source, destination
 
 
-def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield ((GPU block, chunk), group) of a transfer. The blocks of a group follow each other, from a block index on.
+def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple[tuple[int, int], _Place]]:
+    """Yield ((GPU block, chunk), where it belongs) for a transfer.
 
+    The blocks of a group follow each other, from a block index on.
     Where the sizes name more blocks or chunks than there are, pairs go as far as both do.
 
     Source: vLLM 0.33.0, v1/kv_offload/cpu/gpu_worker.py (SingleDirectionOffloadingHandler.transfer_async).
@@ -686,8 +700,8 @@ def _pairs(gpu: Any, chunks: list[int], blocks_per_chunk: int) -> Iterator[tuple
     for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
         skipped = index % blocks_per_chunk
         for i, block in enumerate(blocks[first_block : first_block + size]):
-            chunk = first_chunk + (skipped + i) // blocks_per_chunk
-            if chunk < len(chunks):
-                yield (block, chunks[chunk]), group
+            chunk, place = divmod(skipped + i, blocks_per_chunk)
+            if first_chunk + chunk < len(chunks):
+                yield (block, chunks[first_chunk + chunk]), _Place(group, place)
         first_block += size
         first_chunk += -(-(size + skipped) // blocks_per_chunk) if size else 0

@@ -173,6 +173,9 @@ class SimpleOffloadTier:
     def group_of(self, block: CopiedBlock) -> int | None:
         return None
 
+    def place_of(self, block: CopiedBlock) -> int:
+        return 0
+
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         return gpu_refs, self._pool.blocks[block.cpu].ref_cnt
 
