@@ -50,9 +50,9 @@ Small blocks keep traffic comparable where ranks share them.
 """
 
 
-MAMBA_SINCE = "0.27.1"
-"""The first release in which engines with Mamba are drawn. vLLM runs them from 0.23 on; up to 0.26 most histories go on
-from the null block."""
+MAMBA_SINCE = "0.26.0"
+"""The first release in which engines with Mamba are drawn. vLLM runs them from 0.23 on; what they show up to 0.25 isn't
+all explained."""
 
 
 DRAFTERS: tuple[dict[str, Any], ...] = (

@@ -54,7 +54,7 @@ def traffic_on(target: Target, setup: EngineSetup, until: str = "") -> list[Viol
     return found
 
 
-@pytest.mark.parametrize(("release", "drawn"), [("0.26.0", False), ("0.27.1", True), ("", True)])
+@pytest.mark.parametrize(("release", "drawn"), [("0.25.1", False), ("0.26.0", True), ("", True)])
 def test_mamba_is_drawn_from_the_first_release_on_of_which_enough_is_known(
     release: str, drawn: bool, target: Target
 ) -> None:
