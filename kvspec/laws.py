@@ -94,6 +94,12 @@ STORED = _law(
     "An eager CPU tier that has room stores each full block of a request that ends, if that can be hit on the GPU.",
     "A prefix that was never stored is computed again, and nobody notices.",
 )
+OFFER = _law(
+    "OFFER-1",
+    "A lookup offers what the CPU tier has in a row behind the local hit, all but a request's last token; nothing to a "
+    "request that reads no cache.",
+    "Less is computed again, and nobody notices; the last token has to be computed, for its logits.",
+)
 GPU_INDEX = _law(
     "INDEX-2",
     "Once all has run, a key that can be hit on the GPU stands for a block with its prefix's bytes, on every rank.",
@@ -170,6 +176,12 @@ def blocks_were_stored(missing: Iterable[bytes], name: Callable[[bytes], str]) -
     """STORED-1. ``missing``: keys that the CPU tier should have had."""
     if left := sorted(name(key) for key in missing):
         yield f"idle, and the CPU tier, which had room, never had: {', '.join(left)}"
+
+
+def offer_is_whole(offered: int, held: int, local: int) -> Iterator[str]:
+    """OFFER-1. All in tokens. ``held``: what may be offered; ``local``: the local hit."""
+    if offered != held:
+        yield f"a lookup offers {offered} tokens behind a local hit of {local}, where the CPU tier has {held}"
 
 
 def copy_is_owned(

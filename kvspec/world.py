@@ -417,7 +417,18 @@ class World:
         self._lookups_open.add(request)
         if external_tokens is None:
             self._reach("deferred lookup")
+        else:
+            self._check_offer(request, local_tokens, external_tokens)
         self._local_hit[request] = local_tokens
+
+    def _check_offer(self, request: str, local_tokens: int, external_tokens: int) -> None:
+        if not self._engine.reads_cache(request):
+            found = laws.offer_is_whole(external_tokens, 0, local_tokens)
+            self._break(laws.OFFER, found, place="reads no cache")
+            return
+        held = self._engine.held_tokens(request, local_tokens)
+        if held is not None:
+            self._break(laws.OFFER, laws.offer_is_whole(external_tokens, held, local_tokens))
 
     def allocated(self, request: str, external_tokens: int) -> None:
         self._lookups_open.discard(request)

@@ -30,6 +30,7 @@ ONE_PER_LAW = {
     "OWN-1": "loads_do_not_pin_cpu_blocks",
     "INDEX-1": "stores_swap_their_destinations",
     "STORED-1": "the_end_of_a_request_stores_nothing",
+    "OFFER-1": "a_lookup_misses_a_block",
     "INDEX-2": "loads_swap_their_destinations",
     "RELEASE-1": "a_completed_store_keeps_its_gpu_blocks",
     "REFUSE-1": "reset_always_refuses",

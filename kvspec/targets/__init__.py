@@ -142,6 +142,14 @@ class Engine(Protocol):
         would read to go on; for each tier that stores eagerly (as soon as a block is full, if there is room).
         """
 
+    def held_tokens(self, request: str, local: int) -> int | None:
+        """Return how many tokens of a request the CPU tier has as ready blocks in a row from ``local`` on, short of the
+        last token; None if that isn't all that decides what a lookup has to offer.
+        """
+
+    def reads_cache(self, request: str) -> bool:
+        """Whether a request may hit what others have left."""
+
     def confirmed_tokens(self, request: str) -> int:
         """Return how many tokens of a request were known to be computed when it was scheduled last."""
 

@@ -102,6 +102,21 @@ def loads_do_not_pin_chunks(patch: Patch) -> None:
     patch.setattr(Manager, "complete_load", lambda self, keys, context: None)
 
 
+def lookups_serve_whoever_asks(patch: Patch) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+
+    real = OffloadingConnectorScheduler.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(self: Any, request: Any, computed: int, **more: Any) -> Any:
+        before, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        try:
+            return real(self, request, computed, **more)
+        finally:
+            request.skip_reading_prefix_cache = before
+
+    patch.setattr(OffloadingConnectorScheduler, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+
+
 def stores_swap_their_destinations(patch: Patch) -> None:
     from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
 
@@ -214,6 +229,7 @@ _DEFECTS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
     loads_swap_their_destinations: ("index", "INDEX-2", "The blocks of a load are filled in the reverse order."),
     a_finished_load_keeps_its_pins: ("pinning", "RELEASE-1", "A load holds its chunks for ever."),
     reset_always_refuses: ("reset", "REFUSE-1", "The connector never drops its cache."),
+    lookups_serve_whoever_asks: ("index", "OFFER-1", "A request that reads no cache is offered one."),
     removals_are_not_told: ("events", "EVENT-1", "No event says that a chunk was given up."),
     sizes_of_groups_are_named_in_reverse: (
         "groups",

@@ -5,6 +5,7 @@ Each changes one function, in the way in which a slip of its author would.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from kvspec.defects import Defect, Patch
@@ -367,6 +368,41 @@ def a_full_cpu_pool_is_noticed_one_block_too_late(patch: Patch) -> None:
     patch.setattr(Manager, "_select_eager_blocks_to_store", select)
 
 
+def a_lookup_misses_a_block(patch: Patch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(self: Any, request: Any, computed: int) -> Any:
+        coordinator, block = self.cpu_coordinator, self.block_size
+        self.cpu_coordinator = SimpleNamespace(
+            find_longest_cache_hit=lambda hashes, most: coordinator.find_longest_cache_hit(
+                hashes, most - block if most > 2 * block else most
+            )
+        )
+        try:
+            return real(self, request, computed)
+        finally:
+            self.cpu_coordinator = coordinator
+
+    patch.setattr(Manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+
+
+def lookups_serve_whoever_asks(patch: Patch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    real = Manager.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(self: Any, request: Any, computed: int) -> Any:
+        before, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        try:
+            return real(self, request, computed)
+        finally:
+            request.skip_reading_prefix_cache = before
+
+    patch.setattr(Manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+
+
 def the_end_of_a_request_stores_nothing(patch: Patch) -> None:
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
 
@@ -685,6 +721,8 @@ DEFECTS = dict(
             keys_leave_out_what_came_before,
             "The key of a block says nothing of the blocks before it.",
         ),
+        _simple("index", "OFFER-1", a_lookup_misses_a_block, "A hit of several blocks ends a block too early."),
+        _simple("index", "OFFER-1", lookups_serve_whoever_asks, "A request that reads no cache is offered one."),
         _simple(
             "index",
             "STORED-1",

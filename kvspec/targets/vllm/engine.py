@@ -11,7 +11,7 @@ import functools
 import inspect
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,18 @@ class VllmEngine:
                     last = request.block_hashes[stop // self.hash_block_size - 1]
                     stops[last[-HASH_BYTES:] + group.to_bytes(4, "big")] = stop
         return stops
+
+    def tokens_in_a_row(self, name: str, start: int, index: Container[bytes]) -> int:
+        """Return how many tokens of a request from ``start`` on, short of its last one, are in whole blocks of the only
+        group whose keys an index of blocks has."""
+        request, span = self._requests[name], self.layouts[0].span
+        stop = start
+        while stop + span < request.num_tokens:
+            last = request.block_hashes[(stop + span) // self.hash_block_size - 1]
+            if last + (0).to_bytes(4, "big") not in index:
+                break
+            stop += span
+        return stop - start
 
     def describe_key(self, key: bytes) -> str:
         """Say in words which block a key stands for."""

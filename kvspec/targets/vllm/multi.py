@@ -241,6 +241,9 @@ class MultiTier:
             for key, block in backend.index().items()
         }
 
+    def held_tokens(self, request: str, local: int) -> int | None:
+        return None  # the first backend that offers something wins
+
     def keys_to_store(self, key: bytes) -> Iterable[bytes]:
         """Each backend is told of every request and every step, whichever of them loads.
 

@@ -74,6 +74,7 @@ class Tier(Protocol):
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
     def kept(self) -> Mapping[str, int]: ...
     def index(self) -> Mapping[bytes, int]: ...
+    def held_tokens(self, request: str, local: int) -> int | None: ...
     def keys_to_store(self, key: bytes) -> Iterable[bytes]:
         """Return the index keys that a GPU block must have here as soon as it is full, if there is room; none if the
         connector doesn't store eagerly."""
@@ -354,6 +355,12 @@ class ObservedEngine:
             if key[-KEY_BYTES:] in stops
             for stored in self._tier.keys_to_store(key)
         ]
+
+    def held_tokens(self, request: str, local: int) -> int | None:
+        return self._tier.held_tokens(request, local)
+
+    def reads_cache(self, request: str) -> bool:
+        return not self._scheduler.requests[request].skip_reading_prefix_cache
 
     def confirmed_tokens(self, request: str) -> int:
         return self._confirmed.get(request, 0)

@@ -595,6 +595,9 @@ class OffloadingTier:
         ready = {key + _CHUNK: getattr(status, name) for key, status in self._chunks().items() if status.is_ready}
         return {key: chunk for key, chunk in ready.items() if chunk not in unwritten} if unwritten else ready
 
+    def held_tokens(self, request: str, local: int) -> int | None:
+        return None  # the model's clauses LOOKUP-1 to LOOKUP-6 say what it offers
+
     def keys_to_store(self, key: bytes) -> Iterable[bytes]:
         return ()  # the model's clauses STORE-1 to STORE-15 say what it stores
 

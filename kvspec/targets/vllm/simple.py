@@ -198,6 +198,13 @@ class SimpleOffloadTier:
     def index(self) -> Mapping[bytes, int]:
         return index_of_pool(self._pool)
 
+    def held_tokens(self, request: str, local: int) -> int | None:
+        """With one full-attention group; EAGLE's hits end a block earlier, and several groups have to agree."""
+        setup = self._vllm.setup
+        if len(setup.groups) > 1 or setup.groups[0].kind != "full" or setup.eagle:
+            return None
+        return self._vllm.tokens_in_a_row(request, local, self._pool.cached_block_hash_to_block._cache)
+
     def keys_to_store(self, key: bytes) -> Iterable[bytes]:
         return () if self._vllm.setup.lazy else (key,)
 
