@@ -77,6 +77,7 @@ SCRIPTS = {
     "offloading_window_sparse_chunk.py": "0.33.0",
     "offloading_window_unaligned_hit.py": "0.33.0",
     "offloading_zeroed_before_stored.py": "0.33.0",
+    "simple_block_fills_while_stored.py": "0.33.0",
 }
 """Script -> a release that has its bug."""
 

@@ -126,6 +126,8 @@ def test_a_chunk_is_incomplete_from_its_first_block_to_the_last_that_its_store_h
     assert [incomplete.has_block(0, gpu) for gpu in (6, 7, 8)] == [True, True, False]
     incomplete.copied(copied(7, 9, to_gpu=False, job=4), 2)
     assert incomplete.has_chunk(0, 9, 2)  # what is stored from there is no better
+    incomplete.copied(copied(9, 5, to_gpu=False, job=5), None)
+    assert incomplete.has_chunk(0, 5, 0)  # of one block, a part
     memory.forward([6, 8])
     assert [incomplete.has_block(0, gpu) for gpu in (6, 7)] == [False, True]
 

@@ -753,11 +753,18 @@ def test_a_block_that_only_another_request_has_registered_need_not_be_stored(tar
     assert outcome.reached["reset refused"]
 
 
-def test_wrong_bytes_say_that_a_victim_of_its_own_step_was_there(target: Target) -> None:
-    history = read_history((Path(__file__).parent / "bugs" / "victim_of_its_own_step.json").read_bytes())
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("victim_of_its_own_step", "after a victim of its own step"),
+        ("block_fills_while_stored", "incomplete chunk"),
+    ],
+)
+def test_wrong_bytes_say_what_they_come_from(name: str, place: str, target: Target) -> None:
+    history = read_history((Path(__file__).parent / "bugs" / f"{name}.json").read_bytes())
     assert isinstance(history, History)
     outcome = run_history(target, structs.replace(history, target=target.name))
-    assert {violation.frame for violation in outcome.violations} == {"after a victim of its own step"}
+    assert {violation.frame for violation in outcome.violations} == {place}
 
 
 def test_every_event_is_reached_by_some_scenario() -> None:

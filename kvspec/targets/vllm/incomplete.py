@@ -1,4 +1,4 @@
-"""Chunks of the CPU tier that were stored without all of their blocks, and where loads have taken that to.
+"""Chunks of the CPU tier that were stored without all of their blocks, or tokens, and where loads have taken that to.
 
 Wrong bytes with that cause are told from others by it: see :meth:`kvspec.targets.Engine.in_incomplete_chunk`.
 """
@@ -44,18 +44,20 @@ class IncompleteChunks:
             rank.blocks.difference_update(memory.begun(batch))
         forward(batch)
 
-    def copied(self, block: CopiedBlock, place: int) -> None:
-        """A copy has executed, between a GPU block and a place in a chunk. -1: one that no transfer asks for; what is
-        wrong with that chunk is something else."""
+    def copied(self, block: CopiedBlock, place: int | None) -> None:
+        """A copy has executed, between a GPU block and a place in a chunk. None: the chunk is one block, of which a
+        part was there. -1: no transfer asks for the copy; what is wrong with that chunk is something else."""
         rank, job = self._ranks[block.rank], block.job or 0
         stored = rank.chunks.get(block.cpu, _Stored(-1, set()))
         if block.to_gpu:
-            incomplete = self.has_chunk(block.rank, block.cpu, place)
+            incomplete = self.has_chunk(block.rank, block.cpu, place or 0)
             (rank.blocks.add if incomplete else rank.blocks.discard)(block.gpu)
         elif job >= stored.job:
             if job > stored.job:
                 stored = rank.chunks[block.cpu] = _Stored(job, set())
-            if place < 0:
+            if place is None:
+                stored.places.clear()
+            elif place < 0:
                 stored.places.update(range(self._blocks_per_chunk))
             elif block.gpu in rank.blocks:
                 stored.places.discard(place)

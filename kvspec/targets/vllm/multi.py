@@ -211,7 +211,7 @@ class MultiTier:
         i = self._backend_at(block.cpu)
         return None if i is None else self._backends[i].group_of(block._replace(cpu=block.cpu - self._starts[i]))
 
-    def place_of(self, block: CopiedBlock) -> int:
+    def place_of(self, block: CopiedBlock) -> int | None:
         i = self._backend_at(block.cpu)
         return -1 if i is None else self._backends[i].place_of(block._replace(cpu=block.cpu - self._starts[i]))
 

@@ -113,6 +113,8 @@ class SimpleOffloadTier:
         self.shortages = 0
         self._stores_due: Counter[int] = Counter()
         self._store_blocks: dict[int, tuple[list[int], list[int]]] = {}
+        self._partly_stored: set[int] = set()
+        """CPU blocks whose last store was planned when their source was registered for a part of it."""
         self._views = [_view_memory(rank.connector) for rank in vllm.ranks]
         self._count_shortages()
 
@@ -139,8 +141,17 @@ class SimpleOffloadTier:
         if metadata.store_event >= 0:
             self._stores_due[metadata.store_event] = self._vllm.setup.world_size
             self._store_blocks[metadata.store_event] = (metadata.store_gpu_blocks, metadata.store_cpu_blocks)
+            self._note_partial_stores(metadata)
         trace = f"{list(vars(metadata).values())}"
         return Transfers(len(metadata.store_gpu_blocks), len(metadata.load_gpu_blocks), trace)
+
+    def _note_partial_stores(self, metadata: Any) -> None:
+        """From 0.26 on a block's key says how many tokens it stands for."""
+        blocks = self._vllm.scheduler.kv_cache_manager.block_pool.blocks
+        for gpu, cpu in zip(metadata.store_gpu_blocks, metadata.store_cpu_blocks, strict=True):
+            key, tokens = blocks[gpu].block_hash, getattr(blocks[gpu], "block_hash_num_tokens", None)
+            partly = key and tokens and tokens % self._vllm.layouts[group_of(key)].span
+            (self._partly_stored.add if partly else self._partly_stored.discard)(cpu)
 
     def reported(self, output: Any) -> None:
         for event, ranks in getattr(output.kv_connector_worker_meta, "completed_store_events", {}).items():
@@ -173,8 +184,8 @@ class SimpleOffloadTier:
     def group_of(self, block: CopiedBlock) -> int | None:
         return None
 
-    def place_of(self, block: CopiedBlock) -> int:
-        return 0
+    def place_of(self, block: CopiedBlock) -> int | None:
+        return None if block.cpu in self._partly_stored else 0
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         return gpu_refs, self._pool.blocks[block.cpu].ref_cnt
