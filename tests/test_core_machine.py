@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from equalities import profile_of_target, shown
+from msgspec import structs
 
 from kvspec.defects import load_defects, planted
 from kvspec.equality.scaling import compare_scaling
@@ -220,6 +221,15 @@ def test_a_known_issue_shows_in_the_releases_that_have_it_and_in_no_other(issue:
     others = known_issues(profile.release) - {issue.id}
     assert difference(history, others) == (issue.clause if issue.affects(profile.release) else None)
     assert difference(history) is None
+
+
+def test_a_request_that_is_computed_again_has_no_drafts_beside_checkpoints(profile: Profile) -> None:
+    """A preemption takes them. Else its text and its drafts would be a chunk with a checkpoint behind what is known."""
+    setup = o.CacheSetup((FULL, FULL, keeping(spares=2)), blocks=14)
+    first, second = structs.replace(schedule(0, 1, external=4), delay=1), schedule(0, 1)
+    again = structs.replace(schedule(0, 2), drafts=3)
+    steps = [arrive(1, 0), first, second, o.Output(0, 2, 0), o.NewStep(), o.Preempt(0), again]
+    assert difference(o.CoreHistory("vllm-core", setup, tuple(steps))) is None
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.id in KEYS], ids=lambda issue: issue.id)
