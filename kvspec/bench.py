@@ -9,12 +9,12 @@ Each result is appended to ``results.jsonl`` as soon as it is there. A run that 
 has.
 """
 
-import fnmatch
 import hashlib
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,7 +171,7 @@ def load_cases(file: Path) -> list[Case]:
         raise KvspecError(f"{file} has two cases with the id {twice[0]!r}; give each one of its own.")
     for case in cases:
         for counts in case.counts:
-            if case.target in TARGETS and not fnmatch.filter([*LAWS, *CLAUSES], counts.law):
+            if case.target in TARGETS and not any(fnmatchcase(law, counts.law) for law in (*LAWS, *CLAUSES)):
                 raise KvspecError(f"{file}: {case.id} counts {counts.law!r}, which no law or clause is called.")
     return cases
 

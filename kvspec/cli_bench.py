@@ -254,13 +254,13 @@ def bench(
 
 def _chosen(plan: BenchPlan, names: Sequence[str], targets: Sequence[str], only: str | None) -> BenchPlan:
     """Leave out what wasn't asked for. UsageError for a name that fits nothing."""
-    kinds = {"bugs": "case", "defects": "defect", None: "case or defect"}[only]
+    kind = {"bugs": "case", "defects": "defect", None: "case or defect"}[only]
     everything: dict[str, Case | Defect] = {**{case.id: case for case in plan.cases}, **plan.defects}
     for pattern in names:
         if not any(fnmatchcase(name, pattern) for name in everything):
             near = [name for name in everything if pattern.partition("-")[0].partition("_")[0] in name] or everything
             raise click.UsageError(
-                f"--case {pattern!r} is no {kinds}; there are {', '.join(sorted(near)[:12])}, …"
+                f"--case {pattern!r} is no {kind}; there are {', '.join(sorted(near)[:12])}, …"
                 + (f" (--only {only} leaves out the others)" if only else "")
             )
     for target in targets:

@@ -178,10 +178,10 @@ def blocks_were_stored(missing: Iterable[bytes], name: Callable[[bytes], str]) -
         yield f"idle, and the CPU tier, which had room, never had: {', '.join(left)}"
 
 
-def offer_is_whole(offered: int, held: int, local: int) -> Iterator[str]:
-    """OFFER-1. All in tokens. ``held``: what may be offered; ``local``: the local hit."""
-    if offered != held:
-        yield f"a lookup offers {offered} tokens behind a local hit of {local}, where the CPU tier has {held}"
+def offer_is_due(offered: int, due: int, local: int) -> Iterator[str]:
+    """OFFER-1. All in tokens; ``local``: the local hit."""
+    if offered != due:
+        yield f"a lookup offers {offered} tokens behind a local hit of {local}, and {due} are due"
 
 
 def copy_is_owned(

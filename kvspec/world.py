@@ -348,9 +348,9 @@ class World:
                 self._check_bytes(laws.INDEX, key, block, "CPU")
         self._cpu_index = index
 
-    def _place_of(self, group: int, incomplete: bool) -> str:
-        """Name the place of wrong bytes: what is peculiar to a group's blocks, nothing for full attention; whether they
-        are from an incomplete chunk, and whether there was a victim of its own step."""
+    def _place_of(self, group: int, flaw: str) -> str:
+        """Name the place of wrong bytes: what is peculiar to a group's blocks, nothing for full attention; the flaw of
+        their store, and whether there was a victim of its own step."""
         kind, has_states = self._setup.groups[group].kind, self._has_states()
         blocks = self._setup.blocks_per_chunk
         parts: dict[str, bool] = {}
@@ -363,8 +363,7 @@ class World:
                 "beside mamba": has_states and kind != "mamba",
                 "runner V2": has_states and self._setup.runner_v2,
             }
-        parts["incomplete chunk"] = incomplete
-        parts["after a victim of its own step"] = self._uncomputed
+        parts |= {flaw: bool(flaw), "after a victim of its own step": self._uncomputed}
         return ", ".join(part for part, holds in parts.items() if holds)
 
     def _place_of_copy(self, block: CopiedBlock, gpu_refs: int, cpu_refs: int) -> str:
@@ -381,33 +380,33 @@ class World:
         return any(group.kind == "mamba" for group in self._setup.groups)
 
     def _check_bytes(self, law: str, key: bytes, block: int, tier: str) -> None:
-        """Compare the bytes of a key on every rank. Of what is wrong, say first what isn't from an incomplete chunk."""
+        """Compare the bytes of a key on every rank. Of a rank's wrong bytes, name the first whose store has no flaw."""
         engine, group, what = self._engine, self._engine.group_of(key), self._engine.describe_key(key)
         for rank in range(self._setup.world_size):
             expected = engine.expected_tags(key, rank)
             if expected is None:
                 message = f"{tier} block {block} can be hit under a key that no request has: {what}"
-                self._break(law, [message], place=self._place_of(group, incomplete=False))
+                self._break(law, [message], place=self._place_of(group, flaw=""))
                 return
             read = engine.cpu_tags if tier == "CPU" else engine.gpu_tags
             found = read(key, rank, block)[:, : len(expected)]
             wrong = np.argwhere(np.ma.filled(found != expected, False))
             if not len(wrong):
                 continue
-            incomplete = [self._is_incomplete(key, rank, block, tier, offset) for _, offset in wrong.tolist()]
-            layer, offset = wrong[incomplete.index(min(incomplete))].tolist()
+            flaws = [self._flaw_of(key, rank, block, tier, offset) for _, offset in wrong.tolist()]
+            flaw = min(flaws)
+            layer, offset = wrong[flaws.index(flaw)].tolist()
             tag = engine.describe_tag(key, rank, layer, int(found[layer, offset]))
             message = (
                 f"{tier} block {block} can be hit as {what}, but on rank {rank}, layer {layer}, token {offset} "
                 f"of the block, it holds {tag}"
             )
-            self._break(law, [message], place=self._place_of(group, min(incomplete)))
-            return
+            self._break(law, [message], place=self._place_of(group, flaw))
 
-    def _is_incomplete(self, key: bytes, rank: int, block: int, tier: str, entry: int) -> bool:
+    def _flaw_of(self, key: bytes, rank: int, block: int, tier: str, entry: int) -> str:
         if tier == "GPU":
-            return self._engine.from_incomplete_chunk(rank, block)
-        return self._engine.in_incomplete_chunk(key, rank, block, entry)
+            return self._engine.flaw_of_gpu_block(rank, block)
+        return self._engine.flaw_of_cpu_block(key, rank, block, entry)
 
     # What the target tells (the Probe) --------------------------------------------------------------------------------
 
@@ -422,13 +421,11 @@ class World:
         self._local_hit[request] = local_tokens
 
     def _check_offer(self, request: str, local_tokens: int, external_tokens: int) -> None:
-        if not self._engine.reads_cache(request):
-            found = laws.offer_is_whole(external_tokens, 0, local_tokens)
-            self._break(laws.OFFER, found, place="reads no cache")
-            return
-        held = self._engine.held_tokens(request, local_tokens)
-        if held is not None:
-            self._break(laws.OFFER, laws.offer_is_whole(external_tokens, held, local_tokens))
+        reads_cache = self._engine.reads_cache(request)
+        due = self._engine.held_tokens(request, local_tokens) if reads_cache else 0
+        if due is not None:
+            found = laws.offer_is_due(external_tokens, due, local_tokens)
+            self._break(laws.OFFER, found, place="" if reads_cache else "reads no cache")
 
     def allocated(self, request: str, external_tokens: int) -> None:
         self._lookups_open.discard(request)
@@ -509,8 +506,8 @@ class World:
             )
 
     def mismatch(self, mismatch: ShadowMismatch) -> None:
-        incomplete = self._engine.from_incomplete_chunk(mismatch.rank, mismatch.block)
-        self._break(laws.SHADOW, [str(mismatch)], place=self._place_of(mismatch.group, incomplete), op="step")
+        flaw = self._engine.flaw_of_gpu_block(mismatch.rank, mismatch.block)
+        self._break(laws.SHADOW, [str(mismatch)], place=self._place_of(mismatch.group, flaw), op="step")
 
     def saw(self, event: str) -> None:
         self._reach(event)

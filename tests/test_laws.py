@@ -329,10 +329,10 @@ def test_blocks_that_were_never_stored_are_told_by_the_names_of_their_keys() -> 
 
 
 def test_an_offer_is_all_that_there_is_and_no_more() -> None:
-    assert not list(laws.offer_is_whole(8, 8, 4))
+    assert not list(laws.offer_is_due(8, 8, 4))
     for offered in (4, 12):
-        assert list(laws.offer_is_whole(offered, 8, 4)) == [
-            f"a lookup offers {offered} tokens behind a local hit of 4, where the CPU tier has 8"
+        assert list(laws.offer_is_due(offered, 8, 4)) == [
+            f"a lookup offers {offered} tokens behind a local hit of 4, and 8 are due"
         ]
 
 

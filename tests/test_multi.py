@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from kvspec.defects import planted
 from kvspec.errors import SetupRefused
+from kvspec.known import known_as, load_known
 from kvspec.ops import BACKENDS, Abort, Add, AttentionGroup, EngineSetup, History, Op, Reset, Settle, Step
+from kvspec.search import implementation_version, violation_key
 from kvspec.targets import Target, load_target
 from kvspec.world import Outcome, run_history
 from strategies.machine import setup_of, supported
@@ -120,3 +122,15 @@ def test_an_engine_that_still_stores_what_its_prefix_cache_has_is_not_stuck(mult
     )
     outcome = run_history(multi, History(multi.name, setup, ops, "random"))
     assert not outcome.violations
+
+
+@pytest.mark.parametrize("defect", ["stores_swap_their_destinations", "loads_swap_their_destinations"])
+def test_wrong_bytes_of_the_other_backend_are_no_known_issue_of_chunks(defect: str, multi: Target) -> None:
+    """A block of SimpleCPUOffload is whole, however many OffloadingConnector has in a chunk."""
+    setup = EngineSetup(backends=("simple", "offloading"), blocks_per_chunk=2, gpu_blocks=40, cpu_blocks=20)
+    with planted(defects_of("vllm-simple")[defect]):
+        outcome = run(multi, setup, Add("A", shared=17), Settle(), Reset(), Add("B", shared=17), Settle())
+    release, known = implementation_version(multi.name), load_known()
+    found = [v for v in outcome.violations if v.law in {"INDEX-1", "SHADOW-1", "INDEX-2"}]
+    assert found
+    assert not any(known_as(known, violation_key(multi.name, violation), release) for violation in found)

@@ -757,7 +757,7 @@ def test_a_block_that_only_another_request_has_registered_need_not_be_stored(tar
     ("name", "place"),
     [
         ("victim_of_its_own_step", "after a victim of its own step"),
-        ("block_fills_while_stored", "incomplete chunk"),
+        ("block_fills_while_stored", "partly stored"),
     ],
 )
 def test_wrong_bytes_say_what_they_come_from(name: str, place: str, target: Target) -> None:

@@ -428,11 +428,12 @@ class ShadowMemory:
                 yield row.request, blocks[begin : begin + tokens]
                 begin += tokens
 
-    def begun(self, batch: Batch) -> Iterator[int]:
-        """Yield the blocks of this memory whose first entry a step's forward writes."""
+    def begun(self, batch: Batch, *, states: bool) -> Iterator[int]:
+        """Yield the blocks of this memory whose first entry a step's forward writes: those of states, or the others."""
         for layout, accesses in zip(self._layouts, self._accesses(batch), strict=True):
-            blocks, entries = np.divmod(accesses.write_slots, layout.entries)
-            yield from blocks[entries == 0].tolist()
+            if layout.state == states:
+                blocks, entries = np.divmod(accesses.write_slots, layout.entries)
+                yield from blocks[entries == 0].tolist()
 
     def _accesses(self, batch: Batch) -> Iterator[Accesses]:
         """Yield this rank's accesses in each group."""

@@ -199,7 +199,9 @@ class CachePair:
             new = self._cut(request, local + external, new, op.stop)
         drafts = max(0, op.drafts)
         if self.has_checkpoints:
-            drafts = min(drafts, self._drafts_at_most(request, left))
+            # As in engines: nothing is drafted in a prompt, nor for who holds nothing; and less than a block has.
+            decodes = holds and left == 1 and known > request.prompt_tokens
+            drafts = min(drafts, min(self.model.spans) - 1) if decodes else 0
         new += drafts if 0 < new == left else 0
         computed = local + external + new
         too_far = left < (-3 if holds else 0) or computed > self.setup.max_tokens
@@ -221,12 +223,6 @@ class CachePair:
         self._kept = checkpoints
         if self._allocate(live, new, hit, delay, settings):
             self._scheduled(live, computed, delay)
-
-    def _drafts_at_most(self, request: Request, left: int) -> int:
-        """Return how many drafts an engine schedules behind the last ``left`` tokens of a text: fewer than a block has,
-        and none in a prompt, nor where what a preemption has taken is computed again."""
-        decodes = left == 1 and len(request.text.tokens) > request.prompt_tokens
-        return min(self.model.spans) - 1 if decodes else 0
 
     def _agree_on_windows(self, request: Request) -> None:
         """Compare how many tokens the next one doesn't read, in each group."""

@@ -166,13 +166,15 @@ class Engine(Protocol):
         """Return the tags that a block holds, as a block of the key's group; shape (layers, tokens kept)."""
 
     def gpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray: ...
-    def from_incomplete_chunk(self, rank: int, block: int) -> bool:
-        """Whether a load has read what a GPU block holds where no store had written, or before such a place in the same
-        chunk."""
+    def flaw_of_gpu_block(self, rank: int, block: int) -> str:
+        """Return what is known to be wrong with the store that the bytes of a GPU block come from; else nothing.
 
-    def in_incomplete_chunk(self, key: bytes, rank: int, block: int, entry: int) -> bool:
-        """Whether CPU block ``block``, a chunk, was stored without the block that has an entry of a key's tags, or
-        without one behind it."""
+        ``incomplete chunk``: it has left out a block of its chunk, this one or one behind it; ``partly stored``: the
+        block wasn't full when its store was planned.
+        """
+
+    def flaw_of_cpu_block(self, key: bytes, rank: int, block: int, entry: int) -> str:
+        """Likewise of a CPU block, where an entry of a key's tags is."""
 
     def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         """Say what a tag is that was read from the ``index``-th layer of a key's group."""

@@ -203,8 +203,8 @@ class VllmEngine:
         return stops
 
     def tokens_in_a_row(self, name: str, start: int, index: Container[bytes]) -> int:
-        """Return how many tokens of a request from ``start`` on, short of its last one, are in whole blocks of the only
-        group whose keys an index of blocks has."""
+        """Return how many tokens of a request, from ``start`` on and short of its last one, an index has as whole
+        blocks in a row. For engines with one group."""
         request, span = self._requests[name], self.layouts[0].span
         stop = start
         while stop + span < request.num_tokens:

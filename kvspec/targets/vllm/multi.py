@@ -211,9 +211,13 @@ class MultiTier:
         i = self._backend_at(block.cpu)
         return None if i is None else self._backends[i].group_of(block._replace(cpu=block.cpu - self._starts[i]))
 
-    def place_of(self, block: CopiedBlock) -> int | None:
+    def places_of(self, block: CopiedBlock) -> range | None:
         i = self._backend_at(block.cpu)
-        return -1 if i is None else self._backends[i].place_of(block._replace(cpu=block.cpu - self._starts[i]))
+        return None if i is None else self._backends[i].places_of(block._replace(cpu=block.cpu - self._starts[i]))
+
+    def is_partly_stored(self, block: CopiedBlock) -> bool:
+        i = self._backend_at(block.cpu)
+        return i is not None and self._backends[i].is_partly_stored(block._replace(cpu=block.cpu - self._starts[i]))
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         i = self._backend_at(block.cpu)

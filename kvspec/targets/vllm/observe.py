@@ -21,7 +21,7 @@ from kvspec.ops import Add, EngineSetup
 from kvspec.targets import CopiedBlock, FullBlock, Plan, Probe, ResetAnswer
 from kvspec.targets.vllm.config import longest_request
 from kvspec.targets.vllm.engine import KEY_BYTES, VllmEngine, group_of
-from kvspec.targets.vllm.incomplete import IncompleteChunks
+from kvspec.targets.vllm.flaws import Flaws
 
 _STATUS = {"WAITING_FOR_REMOTE_KVS": "loading", "RUNNING": "running", "PREEMPTED": "preempted"}
 
@@ -68,9 +68,11 @@ class Tier(Protocol):
     def blocks_in_stores(self) -> tuple[Set[int], Set[int]]: ...
     def pool(self) -> PoolView: ...
     def group_of(self, block: CopiedBlock) -> int | None: ...
-    def place_of(self, block: CopiedBlock) -> int | None:
-        """Return which of its chunk's blocks a copy moves; -1 if no transfer says so, None if it stores a part of one
-        (or loads what was stored so)."""
+    def places_of(self, block: CopiedBlock) -> range | None:
+        """Return which places of its chunk a copy moves; None if no transfer asks for it."""
+
+    def is_partly_stored(self, block: CopiedBlock) -> bool:
+        """Whether the source of a copy's store wasn't full when it was planned."""
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]: ...
     def kept(self) -> Mapping[str, int]: ...
@@ -120,7 +122,7 @@ class ObservedEngine:
         what they are registered under."""
         self._events: dict[str, Counter[bytes]] = {"GPU": Counter(), "CPU": Counter()}
         self._received: Counter[str] = Counter()
-        self._incomplete = IncompleteChunks([rank.memory for rank in self._vllm.ranks], setup.blocks_per_chunk)
+        self._flaws = Flaws([rank.memory for rank in self._vllm.ranks], setup.blocks_per_chunk)
         self._reset_answer: Any = None
         self._listen()
 
@@ -252,7 +254,7 @@ class ObservedEngine:
             block = CopiedBlock(rank, gpu, self._tier.block_of(rank, cpu_address), to_gpu, executed.label)
             self._probe.copied(block)
             self._tier.copied(block)
-            self._incomplete.copied(block, self._tier.place_of(block))
+            self._flaws.copied(block, self._tier.places_of(block), partly=self._tier.is_partly_stored(block))
 
     # Acting -----------------------------------------------------------------------------------------------------------
 
@@ -381,11 +383,11 @@ class ObservedEngine:
     def gpu_tags(self, key: bytes, rank: int, block: int) -> np.ndarray:
         return self._vllm.ranks[rank].memory.gpu_block(block, group_of(key))
 
-    def from_incomplete_chunk(self, rank: int, block: int) -> bool:
-        return self._incomplete.has_block(rank, block)
+    def flaw_of_gpu_block(self, rank: int, block: int) -> str:
+        return self._flaws.of_block(rank, block)
 
-    def in_incomplete_chunk(self, key: bytes, rank: int, block: int, entry: int) -> bool:
-        return self._incomplete.has_chunk(rank, block, entry // self._vllm.layouts[self.group_of(key)].entries)
+    def flaw_of_cpu_block(self, key: bytes, rank: int, block: int, entry: int) -> str:
+        return self._flaws.of_chunk(rank, block, entry // self._vllm.layouts[self.group_of(key)].entries)
 
     def describe_tag(self, key: bytes, rank: int, index: int, tag: int) -> str:
         memory = self._vllm.ranks[rank].memory

@@ -540,9 +540,15 @@ class OffloadingTier:
         job = self._job_of(block)
         return job.pairs[block.gpu, block.cpu].group if job else None
 
-    def place_of(self, block: CopiedBlock) -> int:
+    def places_of(self, block: CopiedBlock) -> range | None:
         job = self._job_of(block)
-        return job.pairs[block.gpu, block.cpu].in_chunk if job else -1
+        if job is None:
+            return None
+        place = job.pairs[block.gpu, block.cpu].in_chunk
+        return range(place, place + 1)
+
+    def is_partly_stored(self, block: CopiedBlock) -> bool:
+        return False  # chunks are of full blocks
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         """A store's source is the store's until somebody else writes it; a job that was let go keeps its chunk until a

@@ -114,7 +114,7 @@ class SimpleOffloadTier:
         self._stores_due: Counter[int] = Counter()
         self._store_blocks: dict[int, tuple[list[int], list[int]]] = {}
         self._partly_stored: set[int] = set()
-        """CPU blocks whose last store was planned when their source was registered for a part of it."""
+        """CPU blocks whose source wasn't full when their last store was planned."""
         self._views = [_view_memory(rank.connector) for rank in vllm.ranks]
         self._count_shortages()
 
@@ -146,12 +146,16 @@ class SimpleOffloadTier:
         return Transfers(len(metadata.store_gpu_blocks), len(metadata.load_gpu_blocks), trace)
 
     def _note_partial_stores(self, metadata: Any) -> None:
-        """From 0.26 on a block's key says how many tokens it stands for."""
+        """Note which CPU blocks get one that is registered for a part of its tokens (from 0.26 on a block says for how
+        many)."""
         blocks = self._vllm.scheduler.kv_cache_manager.block_pool.blocks
+        self._partly_stored.difference_update(metadata.store_cpu_blocks)
         for gpu, cpu in zip(metadata.store_gpu_blocks, metadata.store_cpu_blocks, strict=True):
-            key, tokens = blocks[gpu].block_hash, getattr(blocks[gpu], "block_hash_num_tokens", None)
-            partly = key and tokens and tokens % self._vllm.layouts[group_of(key)].span
-            (self._partly_stored.add if partly else self._partly_stored.discard)(cpu)
+            if key := blocks[gpu].block_hash:
+                layout = self._vllm.layouts[group_of(key)]
+                tokens: int = getattr(blocks[gpu], "block_hash_num_tokens", None) or 0
+                if tokens % layout.span and not layout.state:
+                    self._partly_stored.add(cpu)
 
     def reported(self, output: Any) -> None:
         for event, ranks in getattr(output.kv_connector_worker_meta, "completed_store_events", {}).items():
@@ -184,8 +188,11 @@ class SimpleOffloadTier:
     def group_of(self, block: CopiedBlock) -> int | None:
         return None
 
-    def place_of(self, block: CopiedBlock) -> int | None:
-        return None if block.cpu in self._partly_stored else 0
+    def places_of(self, block: CopiedBlock) -> range | None:
+        return range(self._vllm.setup.blocks_per_chunk)  # a setting of OffloadingConnector; a block here is all of it
+
+    def is_partly_stored(self, block: CopiedBlock) -> bool:
+        return block.cpu in self._partly_stored
 
     def refs(self, block: CopiedBlock, gpu_refs: int) -> tuple[int, int]:
         return gpu_refs, self._pool.blocks[block.cpu].ref_cnt
