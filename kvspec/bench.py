@@ -75,7 +75,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bad: str
     """The release that is run; empty if no supported release has the bug."""
     fixed: str
-    counts: tuple[Counts, ...]
+    counts: Annotated[tuple[Counts, ...], msgspec.Meta(min_length=1)]
     events: tuple[str, ...]
     without: tuple[str, ...] = ()
     cause: str

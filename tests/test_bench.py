@@ -293,6 +293,14 @@ def test_a_case_counts_laws_that_there_are(tmp_path: Path) -> None:
         load_cases(file)
 
 
+def test_a_case_counts_something(tmp_path: Path) -> None:
+    file = tmp_path / "cases.toml"
+    text = CASE.format(id="door", target="toy:suite", event="door")
+    file.write_text(re.sub("counts = .*", "counts = []", text))
+    with pytest.raises(KvspecError, match=r"cases.toml can't be read as cases: .*counts"):
+        load_cases(file)
+
+
 def test_what_counts_is_a_law_an_op_and_a_place() -> None:
     key = Key("vllm-simple@0.23.0", "CRASH-1", "step", "v1/core/block_pool.py:touch")
     assert Counts("CRASH-*", "step", "v1/core/*").matches(key)
