@@ -41,6 +41,7 @@ from kvspec.events import (
 )
 from kvspec.findings import Key
 from kvspec.gate import Prepared, Workers
+from kvspec.history import AnyHistory
 from kvspec.known import Issue
 from kvspec.laws import LAWS
 from kvspec.model import CLAUSES, RELEASES
@@ -348,6 +349,13 @@ class _Journal:
         name = "-".join(filter(None, (row.subject, row.side, row.ablation, str(row.seed))))
         (self._histories / f"{name}.json").write_bytes(history_to_json(sighted.history))
 
+    def keep_unrepeated(self, work: _Work, history: AnyHistory) -> Path:
+        """Keep a history that didn't repeat; return where."""
+        target = work.target.replace(":", ".")
+        file = self._histories / f"unrepeated-{target}-{work.side}-{work.trial.seed}.json"
+        file.write_bytes(history_to_json(history))
+        return file
+
 
 def run_bench(
     plan: BenchPlan,
@@ -438,7 +446,9 @@ class _Run:
             case TrialDone():
                 self._trial_done(event)
             case Nondeterminism():
-                self._bench.nondeterminism.append(event.message)
+                work = self._jobs[event.job][self._current[event.job]]
+                kept = self._journal.keep_unrepeated(work, event.history)
+                self._bench.nondeterminism.append(f"{work.target}, seed {work.trial.seed}: {event.message} ({kept})")
             case WorkerFailed() if event.job not in self._ended:
                 self._ended.add(event.job)
                 return self._failed(event)

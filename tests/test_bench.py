@@ -20,7 +20,7 @@ from kvspec.cli import main
 from kvspec.equality import reached
 from kvspec.errors import KvspecError
 from kvspec.events import Counts, Effort
-from kvspec.findings import Key
+from kvspec.findings import Key, load_history
 from kvspec.laws import LAWS
 from kvspec.model.clauses import CLAUSES
 from kvspec.model.profile import RELEASES
@@ -225,6 +225,17 @@ def test_cases_of_a_target_share_the_histories_and_say_why_they_are_not_found(
     status, output = bench("--cases", "cases.toml", "--only", "bugs", *alone)
     assert status == 2
     assert "bugs: 0 of 0 found by every seed and silent elsewhere; 1 not run" in output
+
+
+def test_a_history_that_does_not_repeat_is_kept_and_named(toy: Callable[[str], None], bench: Bench) -> None:
+    toy("vanish")
+    case = CASE.format(id="door", target="toy:suite", event="door")
+    Path("cases.toml").write_text(re.sub("events = .*", "events = []", case))
+    bench("--cases", "cases.toml", "--only", "bugs", "--seeds", "1", "--budget", "1s")
+    kept = Path("out/histories/unrepeated-toy.suite-bad-0.json")
+    told = f"toy:suite, seed 0: DOOR-1 was broken, but not when its history was run again ({kept})"
+    assert f"* Not deterministic: {told}" in Path("out/bench.md").read_text()
+    assert load_history(kept).target == "toy:suite"
 
 
 @pytest.mark.parametrize(
