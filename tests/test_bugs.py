@@ -72,6 +72,7 @@ SCRIPTS = {
     "offloading_second_reset.py": "0.33.0",
     "offloading_silent_reset.py": "0.33.0",
     "offloading_window_after_reset.py": "0.33.0",
+    "offloading_window_fenced_twice.py": "0.33.0",
     "offloading_window_hole.py": "0.33.0",
     "offloading_window_shared_block.py": "0.32.0",
     "offloading_window_sparse_chunk.py": "0.33.0",

@@ -63,6 +63,7 @@ class Engine:
         priority=False,
         full_block_size=BLOCK_SIZE,
         drafts=0,
+        prompt_only=True,
     ):
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -91,6 +92,7 @@ class Engine:
                     kv_connector_extra_config={
                         "cpu_bytes_to_use": cpu_blocks * (PAGE_BYTES if "Simple" in connector else 4096),
                         "lazy_offload": lazy,
+                        "offload_prompt_only": prompt_only,
                         **chunk_size(blocks_per_chunk, full_block_size),
                     },
                 ),
