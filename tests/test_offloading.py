@@ -105,8 +105,6 @@ def test_wrong_bytes_of_a_window_that_was_stored_whole_are_no_known_issue(
     """Two chunks are filled, or read, in the wrong order, but neither is incomplete."""
     groups = (AttentionGroup(), AttentionGroup("sliding-window", reach=16))
     setup = EngineSetup(groups=groups, blocks_per_chunk=2, gpu_blocks=40, cpu_blocks=20)
-    if reason := offloading.refusal(setup):
-        pytest.skip(reason)
     with planted(DEFECTS[f"offloading_{defect}"]):
         outcome = run(offloading, setup, Add("A", shared=17), Settle(), Reset(), Add("B", shared=17), Settle())
     release, known = implementation_version(offloading.name), load_known()

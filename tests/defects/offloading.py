@@ -13,6 +13,8 @@ import numpy as np
 from kvspec.defects import Patch, registered
 from kvspec.device.cuda_names import current_device
 
+from .simple import serve_whoever_asks
+
 
 def copies_do_not_wait_for_the_forward(patch: Patch) -> None:
     from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Handler
@@ -105,16 +107,7 @@ def loads_do_not_pin_chunks(patch: Patch) -> None:
 def lookups_serve_whoever_asks(patch: Patch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 
-    real = OffloadingConnectorScheduler.get_num_new_matched_tokens
-
-    def get_num_new_matched_tokens(self: Any, request: Any, computed: int, **more: Any) -> Any:
-        before, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
-        try:
-            return real(self, request, computed, **more)
-        finally:
-            request.skip_reading_prefix_cache = before
-
-    patch.setattr(OffloadingConnectorScheduler, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+    serve_whoever_asks(patch, OffloadingConnectorScheduler)
 
 
 def stores_swap_their_destinations(patch: Patch) -> None:

@@ -388,19 +388,24 @@ def a_lookup_misses_a_block(patch: Patch) -> None:
     patch.setattr(Manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
 
 
-def lookups_serve_whoever_asks(patch: Patch) -> None:
-    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+def serve_whoever_asks(patch: Patch, scheduler: Any) -> None:
+    """Let the lookups of a connector's scheduler side forget that a request reads no cache."""
+    real = scheduler.get_num_new_matched_tokens
 
-    real = Manager.get_num_new_matched_tokens
-
-    def get_num_new_matched_tokens(self: Any, request: Any, computed: int) -> Any:
+    def get_num_new_matched_tokens(self: Any, request: Any, computed: int, **more: Any) -> Any:
         before, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
         try:
-            return real(self, request, computed)
+            return real(self, request, computed, **more)
         finally:
             request.skip_reading_prefix_cache = before
 
-    patch.setattr(Manager, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+    patch.setattr(scheduler, "get_num_new_matched_tokens", get_num_new_matched_tokens)
+
+
+def lookups_serve_whoever_asks(patch: Patch) -> None:
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler as Manager
+
+    serve_whoever_asks(patch, Manager)
 
 
 def the_end_of_a_request_stores_nothing(patch: Patch) -> None:
