@@ -366,13 +366,22 @@ def _install(version: str, report: Progress) -> None:
 
 def _remove_leftovers(version: str) -> None:
     """Delete what killed installs left: of this release, whose lock is held, and of all without one."""
-    for leftover in _staging_dir().glob("*@*"):
+    for leftover in list(_staging_dir().glob("*@*")):
         owner = leftover.name.partition("@")[0]
         if owner == version:
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover, owner)
             continue
         with suppress(Timeout), _lock(owner).acquire(timeout=0):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _delete(leftover, owner)
+
+
+def _delete(leftover: Path, owner: str) -> None:
+    """Delete a directory that a pip may still write to: it outlives an install that is killed.
+
+    Moved, it is no longer where that pip makes its files.
+    """
+    with _staging(owner) as staging, suppress(FileNotFoundError):
+        os.replace(leftover, staging / "leftover")
 
 
 def _download(version: str, staging: Path, report: Progress) -> Path:

@@ -413,6 +413,24 @@ def test_an_install_that_is_killed_while_it_unpacks_leaves_nothing_and_the_next_
     assert staged() == []
 
 
+def test_a_leftover_goes_while_the_pip_of_the_killed_install_still_writes_to_it(
+    links: Path, quick_download: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_wheel(links)
+    leftover = releases.cache_dir() / "releases" / ".staging" / f"{VERSION}@killed"
+    leftover.mkdir(parents=True)
+    rmdir = os.rmdir
+
+    def rmdir_too_late(*args: object, **options: object) -> None:
+        with suppress(FileNotFoundError):
+            (leftover / "written by pip").touch()
+        rmdir(*args, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_too_late)
+    releases.install(VERSION)
+    assert staged() == []
+
+
 def test_leftovers_of_other_releases_go_too_unless_their_install_is_still_running(
     links: Path, quick_download: None
 ) -> None:
