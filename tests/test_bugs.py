@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvspec import releases
 from kvspec.gate import prepare, replay_history
-from kvspec.ops import History, history_from_json
+from kvspec.ops import Add, AttentionGroup, EngineSetup, History, Settle, history_from_json
 from kvspec.targets import parse_target
 
 BUGS = Path(__file__).parent / "bugs"
@@ -58,6 +58,16 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
     assert len(history.ops) <= case.ops_max
     assert case.law in laws_broken(history, case.bad)
     assert case.law not in laws_broken(history, case.fixed)
+
+
+@pytest.mark.slow
+def test_a_block_that_serves_no_hit_need_not_be_stored() -> None:
+    """A hit ends where blocks of all groups do. With EAGLE the GPU keeps a block behind the last such place;
+    SimpleCPUOffload stores it from 0.32 on, and no lookup offers more for that."""
+    groups = (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))
+    setup = EngineSetup(gpu_blocks=28, groups=groups, drafts=1, eagle=True)
+    history = History("vllm-simple", setup, (Add("A", shared=20, max_tokens=1), Settle()), "fair")
+    assert laws_broken(history, "0.31.0") == set()
 
 
 SCRIPTS = {
