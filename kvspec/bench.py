@@ -56,7 +56,7 @@ RESULTS = "results.jsonl"
 TRIALS_PER_WORKER = 6
 """At least so many trials share a process if they can: an import of vLLM costs as much as a finding."""
 MINIMISED_SEEDS = 3
-"""Of so many seeds the histories are minimised, which can cost more than to find them."""
+"""Of so many seeds the whole machine's histories are minimised, which can cost more than to find them."""
 
 _PARENTS = ("bench", "cli", "gate", "measure", "pytest_plugin", "report")
 """Modules that no worker runs."""
@@ -279,7 +279,7 @@ def _work(plan: BenchPlan, target: str, side: str, seed: int, ablation: str, wan
         ablation=ablation,
         defect=defect,
         to_the_end=side == "fixed",
-        minimises=seed < MINIMISED_SEEDS,
+        minimises=seed < MINIMISED_SEEDS and not ablation,
     )
     return _Work(target, side, trial)
 

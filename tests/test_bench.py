@@ -19,7 +19,7 @@ from kvspec.bench import MINIMISED_SEEDS, NO_RELEASE, NOT_BUILT, Case, Row, load
 from kvspec.cli import main
 from kvspec.equality import reached
 from kvspec.errors import KvspecError
-from kvspec.events import Counts, Effort
+from kvspec.events import ABLATIONS, Counts, Effort
 from kvspec.findings import Key, load_history
 from kvspec.laws import LAWS
 from kvspec.model.clauses import CLAUSES
@@ -123,6 +123,15 @@ def test_silence_has_a_budget_of_its_own(bench: Bench) -> None:
     status, output = bench("--resume", "--budget", "30s")
     assert status == 2
     assert "had a budget of 0.2 CPU-s to be silent" in output
+
+
+def test_an_ablation_says_what_it_finds_and_minimises_nothing(bench: Bench) -> None:
+    status, _ = bench("--case", "the_door_is_left_shut", "--ablate", "--seeds", "1")
+    assert status == 0
+    found = {row.ablation: row.ops for row in rows() if row.found}
+    assert found == {"": 1, **dict.fromkeys(ABLATIONS, 0)}
+    text = Path("out/bench.md").read_text()
+    assert all(re.search(rf"^\| {name} \| .* \| 1 of 1 \| [\d.]+ \|$", text, re.MULTILINE) for name in ABLATIONS)
 
 
 def test_only_the_first_seeds_are_minimised(bench: Bench) -> None:

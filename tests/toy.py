@@ -104,6 +104,7 @@ class World:
 
 class ToyMachine(RuleBasedStateMachine):
     REQUIRED = frozenset({"door"})
+    fair, live_prefixes = False, True  # what ablations change; a toy has no device and repeats no prompt
     sink = None
 
     def __init__(self) -> None:
