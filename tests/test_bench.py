@@ -19,12 +19,15 @@ from kvspec.bench import MINIMISED_SEEDS, NO_RELEASE, NOT_BUILT, Case, Row, load
 from kvspec.cli import main
 from kvspec.equality import reached
 from kvspec.errors import KvspecError
-from kvspec.events import ABLATIONS, Counts, Effort
+from kvspec.events import ABLATIONS, UNEVEN, Counts, Effort
 from kvspec.findings import Key, load_history
 from kvspec.laws import LAWS
 from kvspec.model.clauses import CLAUSES
 from kvspec.model.profile import RELEASES
+from kvspec.ops import EQUALITIES
 from kvspec.report.bench import Figures, chart, median_interval, share_interval
+from kvspec.targets import TARGETS
+from strategies.machines import MACHINES
 
 ROOT = Path(__file__).parents[1]
 REGISTRY = """
@@ -131,7 +134,25 @@ def test_an_ablation_says_what_it_finds_and_minimises_nothing(bench: Bench) -> N
     found = {row.ablation: row.ops for row in rows() if row.found}
     assert found == {"": 1, **dict.fromkeys(ABLATIONS, 0)}
     text = Path("out/bench.md").read_text()
-    assert all(re.search(rf"^\| {name} \| .* \| 1 of 1 \| [\d.]+ \|$", text, re.MULTILINE) for name in ABLATIONS)
+    for name, meaning in ABLATIONS.items():
+        columns = r"– \| – \| – \| – \| 1 of 1 \| 1 of 1 \| [\d.]+ \| [\d.]+ \|"
+        assert re.search(rf"^\| {name} \| {meaning} \| {columns}$", text, re.MULTILINE)
+        assert f"Whole and weaker: {name}" in Path("out/bench.html").read_text()
+
+
+def test_an_equality_is_made_weaker_in_its_choices_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvspec.bench.EQUALITIES", {"toy:suite": "core"})
+    status, _ = bench("--case", "the_door_is_left_shut", "--ablate", "--seeds", "1")
+    assert status == 0
+    assert {row.ablation for row in rows()} == {"", UNEVEN}
+    assert (
+        "| no-live-prefixes | no prompt is repeated or continued on purpose | – |" in Path("out/bench.md").read_text()
+    )
+
+
+def test_every_machine_of_an_engine_can_be_made_weaker() -> None:
+    assert MACHINES.keys() == set(TARGETS) - EQUALITIES.keys()
+    assert all(hasattr(machine, "fair") and hasattr(machine, "live_prefixes") for machine in MACHINES.values())
 
 
 def test_only_the_first_seeds_are_minimised(bench: Bench) -> None:

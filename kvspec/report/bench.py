@@ -201,6 +201,21 @@ def chart(title: str, series: Sequence[tuple[str, Sequence[float]]], budget_s: f
     return Chart(title, lines, [Tick(x(10.0**power), f"{10.0**power:g}") for power in decades])
 
 
+class Comparison(NamedTuple):
+    """CPU seconds to what was found, of all to which an ablation was applied, by the whole machine and without."""
+
+    ablation: str
+    bugs_s: list[float]
+    weaker_bugs_s: list[float]
+    defects_s: list[float]
+    weaker_defects_s: list[float]
+
+    def series(self) -> list[tuple[str, list[float]]]:
+        """Return a name and times of each."""
+        names = ("bugs", "bugs, weaker", "planted defects", "planted defects, weaker")
+        return list(zip(names, self[1:], strict=True))
+
+
 class Report:
     """The figures of a benchmark, for templates."""
 
@@ -270,28 +285,31 @@ class Report:
                 groups.setdefault((one.refused, one.target), []).append(one.id)
         return [(why, target, ids) for (why, target), ids in sorted(groups.items())]
 
-    def ablated(self, ablation: str) -> tuple[list[Figures], list[Figures]]:
-        """Return cases and defects with weaker machines."""
-        cases = [self._case(case, ablation) for case in self.plan.cases]
-        defects = [self._defect(name, defect, ablation) for name, defect in self.plan.defects.items()]
-        return self.runnable(cases), self.runnable(defects)
+    def compared(self) -> list[Comparison]:
+        """Return what each ablation changes."""
+        return [self._comparison(name) for name in self.ablations]
 
-    def compared(self) -> list[tuple[str, list[Figures], list[Figures]]]:
-        """Return name, cases and defects of the whole machine and of each ablation."""
-        whole = ("the whole machine", self.runnable(self.cases), self.runnable(self.defects))
-        return [whole, *((name, *self.ablated(name)) for name in self.ablations)]
+    def _comparison(self, ablation: str) -> Comparison:
+        weaker_cases = self.runnable(self._case(case, ablation) for case in self.plan.cases)
+        weaker_defects = self.runnable(self._defect(*defect, ablation) for defect in self.plan.defects.items())
+        columns = []
+        for whole, weaker in ((self.cases, weaker_cases), (self.defects, weaker_defects)):
+            both = {one.id for one in self.runnable(whole)} & {one.id for one in weaker}
+            columns += [[one for one in figures if one.id in both] for figures in (whole, weaker)]
+        return Comparison(ablation, *map(all_times_s, columns))
 
     def charts(self) -> list[Chart]:
-        """Curves of all together, and of each case."""
-        budget_s = self.header.budget_cpu_s
-        series = []
-        for name, cases, defects in self.compared():
-            for what, figures in (("bugs", cases), ("planted defects", defects)):
-                if figures:
-                    series.append((f"{what}, {name}", all_times_s(figures)))
-        charts = [chart("Share of runs that have found what they look for", series, budget_s)] if series else []
-        each = [(one.id, one.times_s) for one in self.runnable(self.cases)]
-        return charts + ([chart("Each bug", each, budget_s)] if each else [])
+        """Curves of all together, of what each ablation changes, and of each case."""
+        groups = {
+            "Share of runs that have found what they look for": [
+                ("bugs", all_times_s(self.runnable(self.cases))),
+                ("planted defects", all_times_s(self.runnable(self.defects))),
+            ],
+            **{f"Whole and weaker: {one.ablation}": one.series() for one in self.compared()},
+            "Each bug": [(one.id, one.times_s) for one in self.runnable(self.cases)],
+        }
+        series = {title: [(name, times_s) for name, times_s in lines if times_s] for title, lines in groups.items()}
+        return [chart(title, lines, self.header.budget_cpu_s) for title, lines in series.items() if lines]
 
     def laws(self) -> list[str]:
         """Laws, then clauses of the model if a target that checks them is built."""
