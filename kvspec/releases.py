@@ -376,12 +376,16 @@ def _remove_leftovers(version: str) -> None:
 
 
 def _delete(leftover: Path, owner: str) -> None:
-    """Delete a directory that a pip may still write to: it outlives an install that is killed.
+    """Delete a leftover, as far as that can be done.
 
-    Moved, it is no longer where that pip makes its files.
+    The pip of an install that was killed may still make files in it. So it is moved first, and then deleted where that
+    pip doesn't look.
     """
-    with _staging(owner) as staging, suppress(FileNotFoundError):
-        os.replace(leftover, staging / "leftover")
+    try:
+        with _staging(owner) as staging:
+            os.replace(leftover, staging / "leftover")
+    except OSError:  # such as a full disk
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _download(version: str, staging: Path, report: Progress) -> Path:

@@ -62,8 +62,8 @@ def test_the_bug_is_seen_where_it_is_and_not_where_it_is_fixed(case: Case) -> No
 
 @pytest.mark.slow
 def test_a_block_that_serves_no_hit_need_not_be_stored() -> None:
-    """A hit ends where blocks of all groups do. With EAGLE the GPU keeps a block behind the last such place;
-    SimpleCPUOffload stores it from 0.32 on, and no lookup offers more for that."""
+    """A hit ends where blocks of all groups do. With EAGLE the GPU keeps a block behind the last such place, and
+    SimpleCPUOffload stores it from 0.32 on; where all groups have drafts, no lookup offers more for that."""
     groups = (AttentionGroup(block_size=8), AttentionGroup("sliding-window", reach=5))
     setup = EngineSetup(gpu_blocks=28, groups=groups, drafts=1, eagle=True)
     history = History("vllm-simple", setup, (Add("A", shared=20, max_tokens=1), Settle()), "fair")

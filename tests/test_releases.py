@@ -431,6 +431,24 @@ def test_a_leftover_goes_while_the_pip_of_the_killed_install_still_writes_to_it(
     assert staged() == []
 
 
+def test_a_leftover_that_can_not_be_moved_goes_and_stops_no_install(
+    links: Path, quick_download: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_wheel(links)
+    leftover = releases.cache_dir() / "releases" / ".staging" / f"{VERSION}@killed"
+    leftover.mkdir(parents=True)
+    replace = os.replace
+
+    def replace_if_there_is_room(source: Path, target: Path) -> None:
+        if source == leftover:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_if_there_is_room)
+    releases.install(VERSION)
+    assert staged() == []
+
+
 def test_leftovers_of_other_releases_go_too_unless_their_install_is_still_running(
     links: Path, quick_download: None
 ) -> None:

@@ -188,20 +188,20 @@ class VllmEngine:
         """Return where each full block that a request's table holds stops, in tokens, by the last bytes of its key.
 
         The last token that was sampled was never computed; a step that was scheduled ahead has moved the windows on.
-        A hit ends where blocks of all groups do; what lies behind the last such place serves none. (With EAGLE the GPU
-        keeps it all the same, and SimpleCPUOffload stores it from 0.32 on.)
+        A hit ends where blocks of all groups do, and with EAGLE each group with drafts must go a block further. Here
+        all have them, so nothing behind the last such place serves a hit, though with EAGLE the GPU may keep it.
         States are left out: a request gives up the blocks of older ones, and each connector has a rule of its own for
         which of them it stores.
         """
         request = self._requests[name]
-        shared = math.lcm(*(layout.span for layout in self.layouts))
-        stop_max = (request.num_tokens - 1) // shared * shared
+        common_span = math.lcm(*(layout.span for layout in self.layouts))
+        last_common_stop = (request.num_tokens - 1) // common_span * common_span
         stops = {}
         for group, layout in enumerate(self.layouts):
             if layout.state:
                 continue
             left = request.num_tokens - layout.reach + 1 if layout.reach else 0
-            for stop in range(layout.span, stop_max + 1, layout.span):
+            for stop in range(layout.span, last_common_stop + 1, layout.span):
                 if stop > left:
                     last = request.block_hashes[stop // self.hash_block_size - 1]
                     stops[last[-HASH_BYTES:] + group.to_bytes(4, "big")] = stop

@@ -355,7 +355,8 @@ class OffloadingTier:
         self._ranks = [_RankView(_cpu_tensors(rank.connector)) for rank in vllm.ranks]
         for rank in vllm.ranks:
             self._listen_to_forwards(self._ranks[rank.index], rank.memory)
-            for handler in _order_handlers(rank.connector):
+            _order_handlers(rank.connector)
+            for handler in _handlers(rank.connector):
                 _label_copies(rank.device, handler)
         self._listen()
 
@@ -667,19 +668,17 @@ def _handlers(worker_connector: Any) -> list[Any]:
     return [*handlers, owner._expedited_load_handler] if hasattr(owner, "_expedited_load_handler") else handlers
 
 
-def _order_handlers(worker_connector: Any) -> list[Any]:
-    """Let a worker ask its handlers in this order what has finished; return them.
+def _order_handlers(worker_connector: Any) -> None:
+    """Let a worker ask the handler of stores first what has finished, as later releases do.
 
-    Up to 0.24 they are a set, whose order is that of their addresses, and a copy may finish between two questions: one
+    Up to 0.24 its handlers are a set, in the order of their addresses, and a copy may finish between two questions: one
     history ran in two ways.
 
     Source: vLLM 0.24.0, v1/kv_offload/worker/worker.py (OffloadingWorker.get_finished).
     """
-    handlers = _handlers(worker_connector)
-    worker: Any = getattr(worker_connector.connector_worker, "worker", None)
+    worker = worker_connector.connector_worker.worker
     if hasattr(worker, "handlers"):
-        worker.handlers = handlers
-    return handlers
+        worker.handlers = _handlers(worker_connector)
 
 
 def _label_copies(device: SimulatedDevice, handler: Any) -> None:
