@@ -135,9 +135,20 @@ def cached(links: Path, installed_once: Path) -> Path:
     return releases.path(VERSION)
 
 
+def staging() -> Path:
+    return releases.cache_dir() / "releases" / ".staging"
+
+
 def staged() -> list[str]:
     """What lies in the staging directory."""
-    return sorted(entry.name for entry in (releases.cache_dir() / "releases" / ".staging").iterdir())
+    return sorted(entry.name for entry in staging().iterdir())
+
+
+def leave(name: str) -> Path:
+    """Make a directory like one that an install which was killed leaves."""
+    directory = staging() / name
+    directory.mkdir(parents=True)
+    return directory
 
 
 def run_python(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -417,8 +428,7 @@ def test_a_leftover_goes_while_the_pip_of_the_killed_install_still_writes_to_it(
     links: Path, quick_download: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_wheel(links)
-    leftover = releases.cache_dir() / "releases" / ".staging" / f"{VERSION}@killed"
-    leftover.mkdir(parents=True)
+    leftover = leave(f"{VERSION}@killed")
     rmdir = os.rmdir
 
     def rmdir_too_late(*args: object, **options: object) -> None:
@@ -435,8 +445,7 @@ def test_a_leftover_that_can_not_be_moved_goes_and_stops_no_install(
     links: Path, quick_download: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_wheel(links)
-    leftover = releases.cache_dir() / "releases" / ".staging" / f"{VERSION}@killed"
-    leftover.mkdir(parents=True)
+    leftover = leave(f"{VERSION}@killed")
     replace = os.replace
 
     def replace_if_there_is_room(source: Path, target: Path) -> None:
@@ -456,7 +465,7 @@ def test_leftovers_of_other_releases_go_too_unless_their_install_is_still_runnin
     releases.install(VERSION)
     root = releases.cache_dir() / "releases"
     for name in ("0.31.0@dead", "0.32.0@running"):
-        (root / ".staging" / name).mkdir()
+        leave(name)
     with FileLock(root / ".locks" / "vllm-0.32.0.lock"):
         releases.install(VERSION, force=True)
     assert staged() == ["0.32.0@running"]
